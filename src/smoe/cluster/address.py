@@ -21,15 +21,15 @@ _WITH_PORT = re.compile(r"(\[[^\]]*\]|[^:\[\]]*):([0-9]{1,5})")
 
 
 class Endpoint(NamedTuple):
-    """An address as sockets need it, and its version of IP."""
+    """The URL with which a socket is bound or connected (`tcp://HOST:PORT`), and whether the socket must use IPv6."""
 
     address: str
     is_ipv6: bool
 
 
 def checked_address(given: str) -> str:
-    """Return the address as `tcp://HOST:PORT`; a host alone gets the default port. Raises `ClusterError` for anything
-    but one machine's own address."""
+    """Return the address as `tcp://HOST:PORT`. An address without a port gets the default port. Raises `ClusterError`
+    unless the address names one machine."""
     text = given.removeprefix("tcp://")
     bare = _ip(text)
     found = None if bare is not None else _WITH_PORT.fullmatch(text)

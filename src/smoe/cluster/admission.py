@@ -14,8 +14,8 @@ from smoe.errors import ClusterError
 
 
 class Admission:
-    """The coordinator's current record of its cluster. The thread of the connections and the authenticator's thread
-    call it."""
+    """The coordinator's current record of its cluster. The thread of the connections and ZeroMQ's authenticator thread
+    both call this class."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator
@@ -56,10 +56,11 @@ class Admission:
             self.coordinator = replace(read_coordinator(self.coordinator.name), address=self.coordinator.address)
 
     def _let_in(self, name: str, key: str, code: object) -> str:
-        """Use up an invitation. Return the reason why the invitation is not valid, or an empty text if the worker is
-        admitted.
+        """Admit a worker by its invitation's `code`, which is then used up. Return the reason why the invitation is not
+        valid, or an empty text if the worker is admitted.
 
-        If another worker has the name, a number is appended, because two machines may have the same host name.
+        If another worker already has this name, a number is appended to the name, because two machines may have the
+        same host name.
         """
         self._read_again()
         found = self.coordinator.invited(code) if isinstance(code, str) else None
@@ -72,7 +73,7 @@ class Admission:
 
 
 def numbered(name: str, taken: Collection[str]) -> str:
-    """Return `name` if no worker has it, else the first free one of name-2, name-3, ..."""
+    """Return `name` if no worker has this name, else the first of name-2, name-3, ... that no worker has."""
     for number in itertools.count(2):
         if name not in taken:
             return name

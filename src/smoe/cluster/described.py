@@ -27,12 +27,13 @@ from smoe.errors import ClusterError
 from smoe.kernels.experts import Bits
 
 NUMBER = "*"
-"""The placeholder for an expert's number in a key; a key without it names a tensor of all experts, row by row."""
+"""The placeholder for an expert's number in a tensor name. A name without the placeholder belongs to a fused tensor,
+which has all experts of the layer, one after the other."""
 MOST_BYTES = 1 << 22
 """The size limit of a description, in bytes."""
 _VALUES = 1 << 16
 _MOST = 1 << 24
-"""The limit of every size in a description."""
+"""The upper bound of every number in a description, such as the number of experts or H."""
 _MOST_PIECES = 16
 _ASK_SECONDS = 0.5
 _TURN_SECONDS = 0.1
@@ -45,13 +46,13 @@ class LayerKeys(NamedTuple):
     layer: int
     experts: int
     up: tuple[str, ...]
-    """The keys of gate and up [2I, H], stacked."""
+    """The names of the gate and up tensors, whose rows together are [2I, H]."""
     down: tuple[str, ...]
-    """The keys of down [H, I]."""
+    """The name of the down tensor [H, I]."""
 
 
 class Description(NamedTuple):
-    """A description of experts in bf16 with a gated activation, all of one shape."""
+    """A description of a model's experts. All have one shape, bf16 weights and a gated activation."""
 
     weights: str
     """The checksum of the checkpoint."""
@@ -59,7 +60,7 @@ class Description(NamedTuple):
     inner: int
     layers: tuple[LayerKeys, ...]
     table: Bits
-    """[65536] the activation of every bf16 number."""
+    """[65536] the activation function's value for every bf16 number."""
 
 
 def experts(description: Description) -> list[Any]:
@@ -109,8 +110,9 @@ def _keys(fields: Any) -> tuple[str, ...]:
 
 
 def ask(me: Worker, fields: dict[str, Any]) -> Description:
-    """Request the description of the coordinator's experts until it answers. `fields` describe the worker. Raises
-    `ClusterError` where the coordinator refuses or sends an invalid message."""
+    """Ask the coordinator for the description of its experts, and repeat the request until a reply comes. Return the
+    description. `fields` describe the worker. Raises `ClusterError` if the coordinator refuses, or sends an invalid
+    message."""
     context = zmq.Context()
     try:
         with context.socket(zmq.DEALER) as dealer, watched(dealer, me) as check_known:

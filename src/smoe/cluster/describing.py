@@ -16,18 +16,18 @@ _log = logging.getLogger(__name__)
 
 
 class LightWorker(NamedTuple):
-    """What the coordinator sends to a worker without torch: the description of the experts, and the limits of its
-    work."""
+    """The description of the experts that the coordinator sends to a worker without torch, and the limits within which
+    that worker's results equal the coordinator's."""
 
     description: Description
     arithmetic: str
     """One of `KERNELS`: the kernels with which the worker's results equal the coordinator's bit by bit."""
     most_rows: int
-    """The largest number of rows of one expert for which the worker's results are equal."""
+    """The largest number of rows of one expert for which the worker's results equal the coordinator's."""
 
 
 class Describer:
-    """Makes the description once. Only the thread of the connections may call it."""
+    """Makes the description of the experts, once. Only the thread of the connections may call it."""
 
     def __init__(self, describe: Callable[[], LightWorker]) -> None:
         """`describe` raises `SmoeError` where workers without torch cannot compute these experts with equal bits."""
@@ -46,13 +46,13 @@ class Describer:
             self._thread.start()
 
     def close(self) -> None:
-        """Wait for the thread. Repeated calls have no effect."""
+        """Wait until the thread that makes the description has ended. Repeated calls have no effect."""
         if self._thread is not None:
             self._thread.join()
 
     @property
     def parts(self) -> list[Any]:
-        """The parts of the EXPERTS message; empty unless `found`."""
+        """The message parts of the EXPERTS message that contains the description; empty unless `found`."""
         if not self._parts and self.found is not None:
             self._parts = described.experts(self.found.description)
         return self._parts

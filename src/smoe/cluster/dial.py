@@ -21,8 +21,8 @@ failure."""
 
 
 def dial(dealer: zmq.Socket[bytes], me: Worker, most_bytes: int) -> str:
-    """Connect to the coordinator whose key is in `me`, with encryption, and reconnect whenever the connection is lost.
-    Return the address.
+    """Connect a worker's socket, with encryption, to the coordinator whose key is in `me`. The socket reconnects
+    whenever the connection is lost. Return the coordinator's address.
 
     Message parts longer than `most_bytes` are not received. Raises `ClusterError` if the coordinator's name does not
     resolve.

@@ -19,16 +19,18 @@ from smoe.cluster import frames
 from smoe.cluster.frames import Frame, FrameError, FrameKind
 
 PART_BYTES = 1 << 17
-"""The bytes of keys and values in one message, or those of one position if they are more."""
+"""The maximum number of bytes of keys and values in one message. If one position has more bytes, a message contains
+that one position."""
 MOST_BYTES = 1 << 24
-"""The size limit in bytes of a message part to a draft model: keys and values of one position of any model."""
+"""The maximum number of bytes of a message part sent to a draft model. It is large enough for the keys and values of
+one position of any model."""
 MOST_PREDICTIONS = 64
-"""The maximum number of layers in one message."""
+"""The maximum number of layers whose predictions one message contains."""
 _WHOLE = np.dtype("<u4")
 
 
 class Follow(NamedTuple):
-    """A token at its position, which the coordinator decodes."""
+    """The token that the coordinator decodes now, and the token's position."""
 
     text: int
     position: int
@@ -36,7 +38,7 @@ class Follow(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys and values of some positions."""
+    """Keys and values of consecutive positions of a text."""
 
     text: int
     begin: int
@@ -61,12 +63,14 @@ def follow(step: Follow) -> list[Any]:
 
 
 def pause(text: int) -> list[Any]:
-    """Return the message that the coordinator's next passes cannot be followed, such as those of a prompt."""
+    """Return the message that tells a draft model to pause, because it cannot follow the coordinator's next passes,
+    such as those of a prompt."""
     return frames.alone(FrameKind.FOLLOW, text)
 
 
 def parse_follow(frame: Frame) -> Follow | None:
-    """Return the token and position of a FOLLOW message; None if it means a pause. Raises `FrameError`."""
+    """Return the token and position of a FOLLOW message, or None if the message means a pause. Raises `FrameError` for
+    an invalid message."""
     if not frame.body:
         return None
     found = _table(frame, 1, 2, parts=1)
@@ -82,8 +86,8 @@ def keys(text: int, begin: int, end: int, rows: memoryview) -> list[Any]:
 
 
 def parse_keys(frame: Frame, position_bytes: int, capacity: int) -> Keys:
-    """Parse a KEYS message. `position_bytes`: bytes of a position; `capacity`: the maximum number of positions of a
-    text. Raises `FrameError`."""
+    """Return the keys and values of a KEYS message. `position_bytes`: the bytes of one position; `capacity`: the
+    maximum number of positions of a text. Raises `FrameError` for an invalid message."""
     found, rows = _table(frame, 1, 2, parts=2), frame.body[-1]
     begin, end = found[0] if len(found) == 1 else (0, 0)
     if not begin < end <= capacity or len(memoryview(rows)) != (end - begin) * position_bytes:
@@ -92,12 +96,12 @@ def parse_keys(frame: Frame, position_bytes: int, capacity: int) -> Keys:
 
 
 def taken(text: int) -> list[Any]:
-    """Return the message that keys and values have arrived."""
+    """Return the message by which a draft model confirms that it has received keys and values."""
     return frames.alone(FrameKind.TAKEN, text)
 
 
 def expected(text: int, predictions: Sequence[ExpectedExperts]) -> list[Any]:
-    """Return the EXPECTED message of at most `MOST_PREDICTIONS` layers."""
+    """Return the message with a draft model's predictions for at most `MOST_PREDICTIONS` layers."""
     heads = [(each.position, each.token, each.layer, len(each.experts)) for each in predictions]
     return [
         *frames.alone(FrameKind.EXPECTED, text),
@@ -107,8 +111,8 @@ def expected(text: int, predictions: Sequence[ExpectedExperts]) -> list[Any]:
 
 
 def parse_expected(frame: Frame, experts: Mapping[int, int], named: Mapping[int, int]) -> list[ExpectedExperts]:
-    """Parse an EXPECTED message. `experts`: each layer's number of experts; `named`: how many of them are predicted.
-    Raises `FrameError`."""
+    """Return the predictions in an EXPECTED message. `experts`: each layer's number of experts; `named`: how many
+    experts are predicted for each layer. Raises `FrameError` for an invalid message."""
     heads = _table(frame, 1, 4, parts=2)
     every = [n for (n,) in _table(frame, 2, 1, parts=2)]
     if not 0 < len(heads) <= MOST_PREDICTIONS or sum(count for *_, count in heads) != len(every):

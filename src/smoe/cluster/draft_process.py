@@ -5,7 +5,7 @@ choose.
                           WELCOME: not needed, or not now; DRAFT is repeated
                           REFUSED: ends with the reason
 
-The opened copy stays for the next coordinator, which mostly needs the same.
+The copy of the model stays open when the coordinator ends, because the next coordinator mostly needs the same copy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from smoe.errors import SmoeError
 from smoe.policy.draft_predictions import Expected, TokenStep
 
 _RETRY_SECONDS = 10.0
-"""Seconds after which a failed opening is tried again, while the coordinator requests it."""
+"""Seconds after a failed attempt to open the model's files until the next attempt, if the coordinator still requests
+them."""
 _log = logging.getLogger(__name__)
 
 
@@ -46,7 +47,7 @@ class Along(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the copy takes."""
+        """The bytes of memory that this copy of the model takes."""
 
     def learn(self, text: int, begin: int, end: int, rows: Any) -> None:
         """Store the keys and values of positions `begin` to `end` of a text, given as bytes.
@@ -55,14 +56,14 @@ class Along(Protocol):
         """
 
     def begin(self, text: int, position: int, token: int) -> None:
-        """Decode the token that the coordinator decodes. Raises `ValueError` if keys and values before it are
-        missing."""
+        """Decode the token that the coordinator decodes. Raises `ValueError` if this copy lacks the keys and values of
+        an earlier position."""
 
     def pause(self) -> None:
         """Stop decoding: the coordinator's next passes cannot be followed."""
 
     def close(self) -> None:
-        """End the copy. Repeated calls have no effect."""
+        """Release this copy of the model. Repeated calls have no effect."""
 
 
 class Files(Protocol):
@@ -79,8 +80,8 @@ class DraftProcess(Talking):
     """The thread of a draft model's connection to the coordinator."""
 
     def __init__(self, me: Worker, files: Files, on_change: Callable[[str], None] = lambda _: None) -> None:
-        """`on_change` receives messages: that it follows a coordinator, opens files, failed to, or lost the
-        coordinator."""
+        """`on_change` is called with a message for the user when the draft model follows a coordinator, opens files,
+        fails to open files, or loses the coordinator."""
         super().__init__(me, on_change)
         self._files = files
         self._opened: tuple[Mapping[str, Any], Along] | None = None
@@ -175,7 +176,8 @@ class DraftProcess(Talking):
     # -- other threads ------------------------------------------------------------------------------------------------
 
     def _open(self, wanted: Mapping[str, Any]) -> None:
-        """Open the copy that the coordinator requests, and close the current one."""
+        """Open the copy of the model that the coordinator requests with the settings `wanted`, and close the present
+        copy."""
         before, self._opened = self._opened, None
         try:
             if before is not None:
@@ -194,7 +196,8 @@ class DraftProcess(Talking):
             self._queue.put([])
 
     def _hear_draft(self, step: TokenStep, expected: Expected) -> None:
-        """Collect predictions, on the draft model's thread; those that are ready together are sent together."""
+        """Queue a prediction for the coordinator. The draft model's thread calls this; predictions that are ready
+        together are sent together."""
         with self._lock:
             self._unsent.append(ExpectedExperts(step.position, step.token, expected.layer, expected.experts))
             is_first = len(self._unsent) == 1

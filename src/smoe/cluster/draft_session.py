@@ -31,14 +31,15 @@ Send = Callable[[bytes, list[Any]], bool]
 
 
 class Seat:
-    """The place of the draft model, with its state and what it is sent."""
+    """The coordinator's connection to its draft model: the draft model's state, and the messages to it."""
 
     def __init__(self, following: Following | None, asked: Mapping[str, Any], admission: Admission) -> None:
-        """`following`: None where this coordinator uses no draft model. `asked`: fields that must match its model."""
+        """`following`: the text that the draft model follows; None if this coordinator uses no draft model. `asked`:
+        the fields of a draft model's greeting that must have these values."""
         self.following = following
         self._asked, self._admission = asked, admission
         self.name = ""
-        """The name of the last draft model; empty: there was none."""
+        """The name of the draft model that was connected last; empty if none has connected."""
         self.state = "out"
         self.why = ""
         """The reason why the draft model is not used, or has opened no files."""
@@ -48,9 +49,9 @@ class Seat:
         self._fields: dict[str, Any] = {}
         self._received_at = self._beaten = 0.0
         self._is_open = False
-        """Whether it has opened what this coordinator requests."""
+        """Whether the draft model has opened the copy that this coordinator requests."""
         self._under_way = 0
-        """The number of messages with keys and values that have not been confirmed."""
+        """The number of messages with keys and values that the draft model has not confirmed yet."""
 
     @property
     def is_in(self) -> bool:
@@ -63,15 +64,15 @@ class Seat:
         return self.following is not None and not self.is_in and not self.why
 
     def is_of(self, route: bytes, kind: FrameKind) -> bool:
-        """Return whether this message comes from a draft model."""
+        """Return whether a message comes from a draft model. `route`: the sender's ZeroMQ routing id."""
         return kind is FrameKind.DRAFT or self.has(route)
 
     def has(self, route: bytes) -> bool:
-        """Return whether the present draft model uses this route."""
+        """Return whether this ZeroMQ routing id belongs to the connected draft model."""
         return route == self._route and self.state != "out"
 
     def receive(self, route: bytes, key: str, frame: Frame, now: float, send: Send) -> None:
-        """Process a message for this seat. Raises `FrameError`."""
+        """Process a message from a draft model. Raises `FrameError` for an invalid message."""
         if frame.kind is FrameKind.DRAFT:
             self._greeted(route, key, frames.fields_of(frame), now, send)
         elif key == self._key:
@@ -84,7 +85,8 @@ class Seat:
                 self.following.receive(frame)
 
     def turn(self, now: float, send: Send) -> None:
-        """Send pending messages, and check that the draft model is alive."""
+        """Send the draft model's pending messages, and disconnect the draft model if it has been silent for too
+        long."""
         if self.state == "out":
             return
         most = SILENCE_SECONDS if self.is_in else PATIENCE_SECONDS
@@ -104,21 +106,23 @@ class Seat:
                 self.leave("disconnected")
 
     def beat_soon(self) -> None:
-        """Check soon whether the draft model is connected: some connection has closed."""
+        """Make the next `turn` check whether the draft model is still connected, because some machine's connection has
+        closed."""
         self._beaten = 0.0
 
     def put_out(self, why: str, send: Send) -> None:
-        """Continue without the draft model. It gets a LEAVE, so that it can connect again."""
+        """Continue without the draft model, for the reason `why`. The draft model gets a LEAVE message, so that it can
+        connect again."""
         if self.state != "out":
             send(self._route, frames.alone(FrameKind.LEAVE))
             self.leave(why)
 
     def leave(self, why: str) -> None:
-        """Record that the draft model has gone."""
+        """Record that the draft model has gone, for the reason `why`."""
         self._became("out", why)
 
     def described(self) -> dict[str, Any] | None:
-        """Return the state of the draft model for users and programs; None where none has connected."""
+        """Return the state of the draft model, for users and programs; None if no draft model has connected."""
         if not self.name:
             return None
         following = self.following
@@ -186,5 +190,6 @@ def _whole(fields: Any) -> int:
 
 
 def _words(text: Any) -> str:
-    """Return the printable part of a text."""
+    """Return the printable characters of a text that another machine has sent, at most 500; empty for anything but a
+    text."""
     return "".join(c for c in text[:500] if c.isprintable()) if isinstance(text, str) else ""

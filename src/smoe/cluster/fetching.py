@@ -30,12 +30,12 @@ from smoe.errors import ClusterError
 
 _TURN_SECONDS = 0.1
 _PATIENCE_SECONDS = 1.0
-"""The time without a message after which FILES is sent again."""
+"""Seconds without a message from the coordinator after which the worker sends FILES again."""
 _SILENCE_SECONDS = 3.0
-"""The time without a message after which the coordinator counts as lost."""
+"""Seconds without a message after which the coordinator counts as lost."""
 MOST_UNDER_WAY = 32
-"""The maximum number of pieces that are requested and not received: a gigabit link carries them in a twentieth of a
-second."""
+"""The maximum number of pieces of files that are requested and not yet received. A gigabit link carries so many in a
+twentieth of a second."""
 MOST_DAMAGED = 3
 """How often the same chunk may arrive damaged before the download ends with an error."""
 _PIECES = CHUNK_BYTES // PIECE_BYTES
@@ -45,24 +45,24 @@ class Course(NamedTuple):
     """The progress of a download, in bytes."""
 
     what: str
-    """The current phase: `the coordinator sums`, `checking` (existing files) or `fetching`."""
+    """The present phase: `the coordinator sums` (it computes checksums), `checking` (existing files) or `fetching`."""
     done: int
     total: int
     skipped: int = 0
-    """The part of `done` that existed before."""
+    """The number of bytes of `done` that existed before the download."""
 
 
 class Coming:
-    """A chunk of a file of which some pieces have been requested."""
+    """A chunk of a file that is being received: at least one of its pieces has been requested."""
 
     def __init__(self, first: int, nbytes: int) -> None:
         self.data = bytearray(nbytes)
         self.missing = set(range(first, first + -(-nbytes // PIECE_BYTES)))
-        """The missing pieces, by their number in the file."""
+        """The pieces of this chunk that have not arrived, by their number in the file."""
 
 
 class Fetcher:
-    """Downloads the files into one folder; `fetch` returns when all files are complete."""
+    """Downloads the coordinator's model files into one folder; `fetch` returns when all files are complete."""
 
     def __init__(
         self,
@@ -74,10 +74,11 @@ class Fetcher:
         on_course: Callable[[Course], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`rate`: the maximum number of bytes per second. `on_change` receives connection changes in words, `on_course`
-        the progress."""
+        """`rate`: the maximum number of bytes per second. `on_change` is called with messages about the connection,
+        `on_course` with the progress."""
         self.me = me
-        """The worker's identity; without its invitation's code after it has been admitted."""
+        """The worker's identity. After the worker has been admitted, the identity no longer contains the invitation's
+        code."""
         self._folder, self._precision = folder, precision
         self._on_change, self._on_course = on_change, on_course
         self._clock, self._pace = clock, SendRate(rate, clock)
@@ -104,8 +105,9 @@ class Fetcher:
         return self._received is not None and not self._received.missing
 
     def fetch(self) -> None:
-        """Run until all files are complete, or `end` is called. Raises `ClusterError` where the coordinator refuses, or
-        sends invalid or repeatedly damaged data; `DiskSpaceError`, `OSError`."""
+        """Download until all files are complete, or until `end` is called. Raises `ClusterError` if the coordinator
+        refuses the worker, sends invalid data, or repeatedly sends damaged data. Raises `DiskSpaceError` or `OSError`
+        if files cannot be written."""
         context = zmq.Context()
         try:
             with context.socket(zmq.DEALER) as dealer, watched(dealer, self.me) as check_known:
@@ -217,7 +219,8 @@ class Fetcher:
             self._pace.book(self._sent.files[place.file].piece_bytes(place.piece))
 
     def _has_more(self) -> bool:
-        """Return whether there is a piece to request; start the next chunk if necessary."""
+        """Return whether another piece of the files can be requested. Start the next chunk if all pieces of the present
+        one are requested."""
         assert self._sent is not None
         if not self._pieces and self._chunks:
             file, chunk = self._chunks.popleft()
@@ -227,7 +230,8 @@ class Fetcher:
         return bool(self._pieces)
 
     def _came(self, place: PiecePosition, data: memoryview) -> None:
-        """Store a received piece in its chunk. If the chunk is complete, verify it and write it to the file."""
+        """Store a received piece in its chunk. When all pieces of the chunk are there, verify the chunk and write it to
+        the file."""
         self._under_way.discard(place)
         file, chunk = place.file, place.piece // _PIECES
         coming = self._coming.get((file, chunk))

@@ -25,8 +25,8 @@ _log = logging.getLogger(__name__)
 
 
 class FileSender(Admission):
-    """Sends files, and ignores all other messages. A worker repeats its HELLO until a coordinator that computes
-    answers."""
+    """Sends a model's files to workers, and ignores all other messages. A worker that wants to compute repeats its
+    HELLO until a coordinator that computes answers."""
 
     def __init__(
         self,
@@ -36,7 +36,8 @@ class FileSender(Admission):
         rate: float | None = None,
         on_whole: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Arguments are those of `Courier`; `on_whole` receives the name of each worker that has all files."""
+        """The arguments are those of `Courier`; `on_whole` is called with the name of each worker that has received all
+        files."""
         super().__init__(coordinator)
         self.courier = Courier(paths, precision, self.admitted, rate)
         self._on_whole = on_whole
@@ -50,8 +51,8 @@ class FileSender(Admission):
         self._queue.put(None)
 
     def serve(self) -> None:
-        """Run until `end` is called, or until all workers of the cluster have all files and no invitation is valid.
-        Raises `ClusterError` where the address is not available."""
+        """Send files until `end` is called, or until all workers of the cluster have all files and no invitation is
+        valid. Raises `ClusterError` if the address is not available."""
         keys = self.coordinator.keys
         try:
             at = to_listen_at(self.coordinator.address, self.coordinator.everywhere)

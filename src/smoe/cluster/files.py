@@ -26,11 +26,11 @@ from smoe.cluster import frames
 from smoe.cluster.frames import Frame, FrameError, FrameKind
 
 CHUNK_BYTES = 1 << 22
-"""The unit of verification and repeated download, in bytes."""
+"""The size of a chunk in bytes. Each chunk has its own checksum, and is downloaded again if the checksum is wrong."""
 PIECE_BYTES = 1 << 18
 SUM_BYTES = hashlib.sha256().digest_size
 MOST_BYTES = 1 << 26
-"""The size limit of a message part, in bytes: the checksums of 8 TiB."""
+"""The maximum number of bytes of a message part: the checksums of the chunks of 8 TiB of files."""
 _MOST_TEXT = 1 << 20
 _MOST_FILES = 4096
 _MOST_FILE_BYTES = 1 << 43
@@ -71,7 +71,7 @@ class SentFile(NamedTuple):
 
 
 class Manifest:
-    """All files of a model that a worker needs."""
+    """The list of all files of a model that a worker needs, with their sizes and checksums."""
 
     def __init__(self, files: Sequence[SentFile]) -> None:
         self.files = tuple(files)
@@ -82,19 +82,20 @@ class Manifest:
 
     @cached_property
     def mark(self) -> str:
-        """A checksum that is equal for equal manifests."""
+        """A checksum of the whole manifest, by which two manifests are compared."""
         return hashlib.sha256(b"".join(map(bytes, manifest(self)[1:]))).hexdigest()
 
 
 class PiecePosition(NamedTuple):
-    """The position of a piece: file and piece number, from 0."""
+    """The file and the piece within the file that a message is about; both are numbered from 0."""
 
     file: int
     piece: int
 
     @property
     def number(self) -> int:
-        """The position as one request number."""
+        """The file number and the piece number packed into one integer, which a message carries as its request
+        number."""
         return self.file << _PIECE_BITS | self.piece
 
 
@@ -110,13 +111,14 @@ def is_file_name(name: object) -> bool:
 
 
 def manifest(sent: Manifest) -> list[Any]:
-    """Return the MANIFEST message."""
+    """Return the MANIFEST message that lists the files `sent`."""
     text = json.dumps([[each.name, each.nbytes, each.digest] for each in sent.files]).encode()
     return [*frames.alone(FrameKind.MANIFEST), text, b"".join(each.sums for each in sent.files)]
 
 
 def parse_manifest(frame: Frame) -> Manifest:
-    """Parse a MANIFEST message. Raises `FrameError` for contradictions, or a name that is not a model file's."""
+    """Return the manifest in a MANIFEST message. Raises `FrameError` if its fields contradict each other, or if a name
+    is not allowed for a model's file."""
     if len(frame.body) != 2 or len(memoryview(frame.body[0])) > _MOST_TEXT:
         raise FrameError("not a manifest")
     text, sums = frame.body
@@ -154,17 +156,18 @@ def _check_entry(entry: object) -> None:
 
 
 def ask(place: PiecePosition) -> list[Any]:
-    """Return the message that requests a piece."""
+    """Return the message by which a worker requests one piece of a file."""
     return frames.alone(FrameKind.PIECE, place.number)
 
 
 def piece(place: PiecePosition, data: bytes) -> list[Any]:
-    """Return the message with a piece's bytes."""
+    """Return the message in which the coordinator sends the bytes of one piece of a file."""
     return [*frames.alone(FrameKind.PIECE, place.number), data]
 
 
 def parse_place(frame: Frame, sent: Manifest) -> PiecePosition:
-    """Return the requested position. Raises `FrameError` for a piece that does not exist."""
+    """Return the file number and piece number in a PIECE message. Raises `FrameError` for a piece that does not
+    exist."""
     place = PiecePosition(frame.request >> _PIECE_BITS, frame.request & (1 << _PIECE_BITS) - 1)
     if place.file >= len(sent.files) or place.piece >= sent.files[place.file].pieces:
         raise FrameError(f"no piece {place.piece} of file {place.file}")
@@ -172,7 +175,8 @@ def parse_place(frame: Frame, sent: Manifest) -> PiecePosition:
 
 
 def parse_piece(frame: Frame, sent: Manifest) -> tuple[PiecePosition, memoryview]:
-    """Parse a received piece. Raises `FrameError` for a wrong size."""
+    """Return the position and the bytes of a received piece of a file. Raises `FrameError` if the number of bytes is
+    wrong."""
     place = parse_place(frame, sent)
     data = memoryview(frame.body[0] if len(frame.body) == 1 else b"")
     if len(data) != sent.files[place.file].piece_bytes(place.piece):

@@ -34,18 +34,18 @@ class Following:
         self, wanted: Mapping[str, Any], experts: Mapping[int, int], named: Mapping[int, int], capacity: int
     ) -> None:
         """`wanted`: the settings with which the draft model opens its copy. `experts`: the number of each layer's
-        experts; `named`: how many of them it predicts; `capacity`: its positions."""
+        experts; `named`: how many of them it predicts; `capacity`: the maximum number of positions of its text."""
         self.wanted = wanted
         self._experts, self._named, self._capacity = experts, named, capacity
         self._lock = threading.Lock()
         self._draft_predictions = DraftPredictions()
         self._cache: RowCache | None = None
-        """The cache of the followed text."""
+        """The KV cache of the text that the draft model follows."""
         self._text = secrets.randbits(62)  # excludes messages about an earlier coordinator's texts
         self._sent = 0
         """The number of positions whose keys and values have been sent."""
         self._sent_step: TokenStep | None = None
-        """The last step sent to the draft model."""
+        """The last token and position sent to the draft model."""
         self._is_followed = False
         self.ring: Callable[[], object] = lambda: None
         """A function that makes the thread of the connections request the next message."""
@@ -85,7 +85,8 @@ class Following:
         self.ring()
 
     def predicted(self) -> tuple[list[Expected], list[Expected]]:
-        """Return (predictions so far for the token that the model decodes; for the next token)."""
+        """Return two lists of predictions received so far: for the token that the model decodes now, and for the next
+        token."""
         with self._lock:
             return self._draft_predictions.predicted()
 
@@ -137,7 +138,8 @@ class Following:
         return draft_frames.keys(text, begin, end, memoryview(numbers))
 
     def receive(self, frame: Frame) -> None:
-        """Process predictions; those for another text are dropped. Raises `FrameError`."""
+        """Store the predictions in an EXPECTED message. Predictions for another text are dropped. Raises `FrameError`
+        for an invalid message."""
         found = draft_frames.parse_expected(frame, self._experts, self._named)
         with self._lock:
             if frame.request != self._text:

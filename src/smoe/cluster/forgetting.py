@@ -24,10 +24,10 @@ from smoe.errors import ClusterError
 
 
 def forget_cluster(name: str) -> list[str]:
-    """Delete everything that this machine stores about a cluster, as its coordinator or worker. Return descriptions of
-    what was deleted.
+    """Delete the keys and the state that this machine stores about a cluster, as its coordinator or as a worker. Return
+    descriptions of the deleted data.
 
-    Raises `ClusterError` for an unknown cluster, or one in use.
+    Raises `ClusterError` if the cluster is unknown or in use.
     """
     checked_name(name, "name")
     if name not in clusters() and name not in joined():
@@ -59,8 +59,8 @@ def forget_cluster(name: str) -> list[str]:
 
 
 def forget_worker(name: str, worker: str) -> list[str]:
-    """Remove one worker, which is no longer admitted. Return descriptions of what was removed. Raises `ClusterError`
-    for an unknown worker."""
+    """Remove a worker from a cluster, so that the coordinator no longer admits it. Return descriptions of the removed
+    data. Raises `ClusterError` for an unknown worker."""
     coordinator = read_coordinator(name, "name")
     if worker not in coordinator.workers:
         known = sorted(coordinator.workers)

@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 
 VERSION = 2
 MOST_BYTES = 1 << 30
-"""The size limit of a message part in bytes, for every model; a longer one is not received."""
+"""The maximum number of bytes of a message part, for every model. A longer part is not received."""
 _MOST_TALK = 1 << 16
 _OVERHEAD = 1 << 10
-"""More than encryption adds to a part, in bytes."""
+"""An upper bound of the bytes that encryption adds to a message part."""
 _ASK_BYTES = 16
-"""The bytes of one row of a request's tables: an expert has at least one row."""
+"""The bytes of one row of a WORK message's tables. Each requested expert has at least one such row."""
 _HEADER = struct.Struct("<4sBBBxQI")
 _MAGIC = b"SMOE"
 _WHOLE = np.dtype("<u4")
 _BITS = np.dtype("<u2")
-"""bf16 numbers as their bits: rows where there is no torch."""
+"""The bf16 data type as 16-bit integers, for machines without torch."""
 
 
 class FrameKind(IntEnum):
@@ -56,7 +56,7 @@ class FrameKind(IntEnum):
     HELLO = 1
     """A worker's identity and state."""
     WELCOME = 2
-    """The worker is admitted, or gets a proof first."""
+    """The worker is admitted. It may get a proof first, a test whose results the coordinator already knows."""
     REFUSED = 3
     """The worker is not admitted, with the reason."""
     WORK = 4
@@ -68,9 +68,9 @@ class FrameKind(IntEnum):
     FETCH = 7
     """Load these experts soon."""
     BEAT = 8
-    """The sender is alive. If the coordinator sends it, the receiver must answer with one."""
+    """The sender is alive. A machine that gets this message from the coordinator replies with the same message."""
     LEAVE = 9
-    """The sender leaves."""
+    """The sender ends the connection."""
     FILES = 10
     """A worker requests the list of the model's files."""
     MANIFEST = 11
@@ -78,7 +78,7 @@ class FrameKind(IntEnum):
     SUMMING = 12
     """The coordinator is still computing the checksums."""
     SAME = 13
-    """The worker's manifest is up to date."""
+    """The worker's manifest equals the coordinator's, so no file has changed."""
     PIECE = 14
     """A worker requests a piece of a file; the coordinator sends it."""
     DESCRIBE = 15
@@ -105,21 +105,21 @@ class RowFormat(NamedTuple):
     """The format of hidden states sent to workers and of the experts' outputs sent back."""
 
     numbers: int
-    """H, the numbers in a row."""
+    """H, the number of values in a row."""
     dtype: Any
-    """The dtype of torch; without torch, numpy's dtype of the bits."""
+    """The data type of a row: torch's dtype, or without torch a numpy dtype that holds the bits."""
     most: int
     """The largest number of rows of one request or result."""
 
     @property
     def part_bytes(self) -> int:
-        """The longest part of any message for this model in bytes; a longer one is not received."""
+        """The maximum number of bytes of a message part for this model. A longer part is not received."""
         row_bytes: int = max(self.numbers * self.dtype.itemsize, _ASK_BYTES)
         return min(MOST_BYTES, max(_MOST_TALK, self.most * row_bytes) + _OVERHEAD)
 
     @property
     def fitting(self) -> RowFormat:
-        """Return this format with at most as many rows as fit into one message."""
+        """This format, with the number of rows limited so that one message can contain them."""
         row_bytes: int = max(self.numbers * self.dtype.itemsize, _ASK_BYTES)
         return self._replace(most=min(self.most, (MOST_BYTES - _OVERHEAD) // row_bytes))
 
@@ -150,7 +150,7 @@ class Times(NamedTuple):
     whole: float
     """Seconds from the request's arrival, or the end of the request before it, to its last result."""
     computing: float
-    """The part of `whole` that was arithmetic."""
+    """The seconds of `whole` in which experts were computed."""
     loading: float = 0.0
     """Seconds of loading experts, partly while others were computed, so the request may have waited less."""
     loads: int = 0
@@ -158,7 +158,7 @@ class Times(NamedTuple):
 
 
 class DoneFrame(NamedTuple):
-    """The results of a request."""
+    """The experts' outputs for one request, as a worker returns them."""
 
     times: Times
     rows: torch.Tensor
@@ -166,7 +166,7 @@ class DoneFrame(NamedTuple):
 
 
 def parse(parts: Sequence[Any]) -> Frame:
-    """Parse the header of a received message. Raises `FrameError` for an invalid one."""
+    """Return a received message with its header parsed. Raises `FrameError` for an invalid header."""
     if not parts or len(parts) > 4 or len(memoryview(parts[0])) != _HEADER.size:
         raise FrameError("no header")
     magic, version, kind, dtype, request, rows = _HEADER.unpack(bytes(parts[0]))
@@ -196,7 +196,7 @@ def fields_of(frame: Frame) -> dict[str, Any]:
 
 
 def work(request: int, wanted: Sequence[ExpertTask], hidden: torch.Tensor) -> list[Any]:
-    """Return a WORK message; `hidden` [rows, H] is sent once, whatever the number of experts."""
+    """Return a WORK message. The hidden states `hidden` [rows, H] are sent once, however many experts use them."""
     asks = np.array([(layer, expert, len(tokens)) for (layer, expert, _), tokens in wanted], _WHOLE)
     tokens = np.concatenate([np.asarray(each.tokens, _WHOLE) for each in wanted])
     return [
@@ -208,8 +208,8 @@ def work(request: int, wanted: Sequence[ExpertTask], hidden: torch.Tensor) -> li
 
 
 def parse_work(frame: Frame, experts: Mapping[int, int], hidden: int, as_bits: bool = False) -> WorkFrame:
-    """Parse a WORK message. `experts`: each layer's number of experts; `hidden`: H; `as_bits`: return rows as `Bits`,
-    without torch. Raises `FrameError`."""
+    """Return the request in a WORK message. `experts`: each layer's number of experts; `hidden`: H; `as_bits`: return
+    rows as the bits of bf16 numbers, without torch. Raises `FrameError` for an invalid message."""
     asks_part, tokens_part, rows_part = _parts(frame, 3)
     asks, tokens = _whole_numbers(asks_part, 3), _whole_numbers(tokens_part, 1)[:, 0]
     if len(memoryview(rows_part)) != frame.rows * hidden * ITEM_BYTES[frame.dtype]:
@@ -228,14 +228,15 @@ def parse_work(frame: Frame, experts: Mapping[int, int], hidden: int, as_bits: b
 
 
 def done(request: int, times: Times, rows: Sequence[torch.Tensor] | Sequence[Bits]) -> list[Any]:
-    """Return a DONE message; `rows`: [n, H] of every requested expert, in order."""
+    """Return a DONE message. `rows`: for every requested expert, in order, its output rows [n, H]."""
     together = _joined(rows)
     header = _header(FrameKind.DONE, request, together.shape[0], _name_of(together))
     return [header, np.array(times, np.float64).tobytes(), _bytes_of(together)]
 
 
 def parse_done(frame: Frame, rows: int, hidden: int, dtype: torch.dtype) -> DoneFrame:
-    """Parse the result of a request for `rows` rows. Raises `FrameError`."""
+    """Return the results in the DONE message for a request of `rows` rows. Raises `FrameError` for an invalid
+    message."""
     times_part, rows_part = _parts(frame, 2)
     if frame.rows != rows or frame.dtype != _name_of_dtype(dtype) or len(memoryview(times_part)) != 32:
         raise FrameError("results of the wrong shape")
@@ -248,12 +249,12 @@ def parse_done(frame: Frame, rows: int, hidden: int, dtype: torch.dtype) -> Done
 
 
 def fetch(keys: Sequence[ExpertKey]) -> list[Any]:
-    """Return a message that requests loading these experts."""
+    """Return a message that asks a worker to load these experts soon."""
     return [_header(FrameKind.FETCH, 0), np.array([key[:2] for key in keys], _WHOLE).tobytes()]
 
 
 def parse_fetch(frame: Frame, experts: Mapping[int, int]) -> list[ExpertKey]:
-    """Return the experts to load. Raises `FrameError` for unknown ones."""
+    """Return the experts that a FETCH message asks a worker to load. Raises `FrameError` for unknown experts."""
     (part,) = _parts(frame, 1)
     found = _whole_numbers(part, 2).tolist()
     if any(expert >= experts.get(layer, 0) for layer, expert in found):
@@ -262,12 +263,12 @@ def parse_fetch(frame: Frame, experts: Mapping[int, int]) -> list[ExpertKey]:
 
 
 def alone(kind: FrameKind, request: int = 0) -> list[Any]:
-    """Return a message without a body, of this kind."""
+    """Return a message of this kind that consists of a header only."""
     return [_header(kind, request)]
 
 
 def failed(request: int, why: str) -> list[Any]:
-    """Return the message that a request failed."""
+    """Return the message by which a worker reports that a request failed, with the reason."""
     return [_header(FrameKind.FAILED, request), why.encode()[:_MOST_TALK]]
 
 

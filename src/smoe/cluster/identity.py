@@ -74,7 +74,7 @@ class Coordinator:
         return replace(self, workers=self.workers | {name: key})
 
     def with_role(self, name: str, is_draft: bool) -> Coordinator:
-        """Return the cluster with a worker marked as a draft model, or as none."""
+        """Return the cluster with a worker marked as a draft model, or as a worker that computes experts."""
         others = [each for each in self.drafts if each != name]
         return replace(self, drafts=[*others, name] if is_draft else others)
 
@@ -92,14 +92,14 @@ class Coordinator:
         return replace(self, invitations={each: end for each, end in self.invitations.items() if each != digest})
 
     def who_may_come(self, now: float | None = None) -> str:
-        """Return a sentence that says which connections are accepted."""
+        """Return a sentence for the user that says which machines can connect."""
         known = format_count(len(self.workers), "known worker")
         if not self.expects_someone(now):
             return f"{known} by their keys, no others"
         return f"{known} by their keys, and for some minutes workers with an invitation"
 
     def expects_someone(self, now: float | None = None) -> bool:
-        """Return whether an invitation is valid, so that another worker may join."""
+        """Return whether an invitation is still valid, so that another worker may join."""
         now = time.time() if now is None else now
         return any(until >= now for until in self.invitations.values())
 
@@ -155,10 +155,10 @@ def clusters() -> list[str]:
 
 
 def read_coordinator(name: str, setting: str = "cluster") -> Coordinator:
-    """Return the cluster of this name, of which this machine must be the coordinator. `setting` names the setting from
-    which the name comes, for error messages.
+    """Return the record of the cluster of this name, of which this machine must be the coordinator. `setting`: the
+    setting that contains the name, for error messages.
 
-    Raises `ClusterError` if there is no such cluster, or its file is damaged.
+    Raises `ClusterError` if there is no such cluster, or if its file is damaged.
     """
     path = _path(checked_name(name, setting), "main")
     stored = _read(path)
@@ -216,20 +216,22 @@ def joined() -> list[str]:
 
 
 def keep_keeper(name: str, process: int, began: float) -> Path:
-    """Store the process that keeps this cluster's workers on this machine running, and its start in Unix time. Return
-    the file's path. Raises `OSError`."""
+    """Store the number and the start time (Unix time) of the process that keeps this cluster's workers on this machine
+    running. Return the file's path. Raises `OSError`."""
     return _keep(_path(name, "up"), {"process": process, "began": began})
 
 
 def read_keeper(name: str) -> dict[str, Any] | None:
-    """Return `process` and `began` of the process that last kept workers running; None where there was none."""
+    """Return the process that last kept workers of this cluster running on this machine: `process`, its number, and
+    `began`, its start time. None if there was no such process."""
     return _read(_path(name, "up"))
 
 
 def keep_status(
     name: str, workers: list[dict[str, Any]], draft: dict[str, Any] | None = None, is_over: bool = False
 ) -> Path:
-    """Store the current members, or those at the end of the coordinator. Return the file's path. Raises `OSError`."""
+    """Store the present state of the cluster's workers, which is the final state if the coordinator ends. Return the
+    file's path. Raises `OSError`."""
     path, at = _path(name, "status"), 0 if is_over else time.time()
     content = {"format": _FORMAT, "at": at, "process": os.getpid(), "workers": workers, "shadow": draft}
     partial = partial_of(path)
@@ -239,13 +241,13 @@ def keep_status(
 
 
 def read_status(name: str) -> dict[str, Any] | None:
-    """Return the coordinator's last state: `at` (Unix time; 0: it has ended), `process`, `workers`; None where it never
-    ran."""
+    """Return the last stored state of the coordinator: `at` (Unix time; 0 if the coordinator has ended), `process` and
+    `workers`. None if the coordinator has never run."""
     return _read(_path(name, "status"))
 
 
 def invitation(coordinator: Coordinator, now: float | None = None) -> tuple[Coordinator, str]:
-    """Return (the cluster with a new invitation; the line for the other machine)."""
+    """Return the cluster with a new invitation, and the line of text that the other machine must be given."""
     checked_address(coordinator.address)
     code, now = secrets.token_urlsafe(18), time.time() if now is None else now
     expecting = replace(coordinator, invitations=coordinator.invitations | {_digest(code): now + INVITATION_SECONDS})
@@ -257,7 +259,8 @@ def invitation(coordinator: Coordinator, now: float | None = None) -> tuple[Coor
 
 
 def accepted(line: str, worker_name: str) -> Worker:
-    """Return a new worker for an invitation's line. Raises `ClusterError`."""
+    """Return this machine's record as a new worker, made from an invitation's line of text. Raises `ClusterError` for
+    an invalid line."""
     try:
         parts = urlsplit(line.strip())
     except ValueError:  # half an IPv6 address

@@ -37,20 +37,21 @@ from smoe.expert import ExpertKey
 from smoe.memory.streams import Fetched
 
 _TICK_SECONDS = 0.1
-"""The longest time in seconds between two turns without messages or deadlines."""
+"""The longest time in seconds that the thread waits for messages or deadlines."""
 _BEAT_SECONDS = 0.5
 _QUIET_SECONDS, _SILENCE_SECONDS = 0.5, 1.0
-"""The time without a message after which a worker is late, and after which it is out; workers send one every 0.1 s."""
+"""Seconds without a message after which a worker counts as late, and after which it is disconnected. A worker sends a
+message every 0.1 s."""
 MOST_STRIKES = 2
-"""How often in a row a worker may be late before it is excluded."""
+"""The number of missed deadlines in succession after which a worker is excluded."""
 _CHECKING_SECONDS = 2.0
-"""Seconds for recomputing the remaining samples when the coordinator ends."""
+"""The most seconds for recomputing the remaining sampled results when the coordinator ends."""
 
 _log = logging.getLogger(__name__)
 
 
 class ClusterLink:
-    """The thread and its sockets. `close` ends it and cancels requests in flight."""
+    """The thread that owns the coordinator's sockets. `close` ends the thread and cancels requests in flight."""
 
     def __init__(
         self,
@@ -63,10 +64,10 @@ class ClusterLink:
         here_load: Callable[[], float],
         verify: float = 0.0,
     ) -> None:
-        """`rescue`, `here_load`: as in `UnderWay`; `verify`: the share of results that is recomputed. Raises
-        `ClusterError` where the address is not available."""
+        """`rescue`, `here_load`: as for `UnderWay`. `verify`: the fraction of the workers' results that the coordinator
+        recomputes. Raises `ClusterError` if the address is not available."""
         self.members: dict[int, Member] = {}
-        """All members that ever connected, by unit."""
+        """All workers that have ever connected, by their unit number in plans."""
         self._membership = membership
         self._sockets = ListeningSockets(address, public, secret, membership, rows.part_bytes)
         self._router, self._monitor = self._sockets.router, self._sockets.monitor
@@ -93,7 +94,7 @@ class ClusterLink:
     # -- for other threads --------------------------------------------------------------------------------------------
 
     def submit(self, unit: int, wanted: Sequence[ExpertTask], hidden: Fetched) -> list[Future[torch.Tensor]]:
-        """Send a request to a worker. Return its futures, as a `ComputeUnit` does."""
+        """Send a request to a worker. Return a future for the output of each expert, as a `ComputeUnit` does."""
         futures: list[Future[torch.Tensor]] = [Future() for _ in wanted]
         if self._is_ending:
             self.forget(futures)
@@ -103,23 +104,23 @@ class ClusterLink:
         return futures
 
     def fetch(self, unit: int, keys: Sequence[ExpertKey]) -> None:
-        """Make a worker load experts that it does not have, before they are requested."""
+        """Ask a worker to load these experts, except those that it has, before they are requested."""
         self._queue.put(lambda: self._fetch(self.members.get(unit), keys))
 
     def sit(self, seat: Seat) -> None:
-        """Accept connections of draft models, and use one of them."""
+        """Accept connections of draft models, and use one draft model at a time through `seat`."""
         seat.changed = self._note_change
         if seat.following is not None:
             seat.following.ring = self.wake
         self.seat = seat
 
     def forget(self, futures: Sequence[Future[torch.Tensor]]) -> None:
-        """Cancel futures on which no thread waits any more."""
+        """Cancel the futures whose results no thread waits for any more."""
         for future in futures:
             future.cancel()
 
     def close(self) -> None:
-        """Disconnect, end the thread, close the sockets. Repeated calls have no effect."""
+        """Disconnect all machines, end the thread, and close the sockets. Repeated calls have no effect."""
         if self._is_ending:
             return
         self._is_ending = True
@@ -216,14 +217,16 @@ class ClusterLink:
         self._try_next(found, iter(self._membership.proof(found)))
 
     def _drop_former(self, found: Member) -> None:
-        """If a worker reconnects, keep only its newest record, with the sum of its work."""
+        """When a worker reconnects, delete the records of its earlier connections and add their totals to the new
+        record."""
         for unit, member in list(self.members.items()):
             if member.name == found.name and member.state is WorkerState.OUT and not self.under_way.owes(member):
                 found.earlier = found.earlier.plus(member.done)
                 del self.members[unit]
 
     def _try_next(self, member: Member, proofs: Iterator[Proof]) -> None:
-        """Send a new worker its next proof. Proofs are sent one after the other, so that their times are meaningful."""
+        """Send a new worker its next proof: a request whose correct result the coordinator knows. After the last proof
+        the worker is ready. Proofs are sent one after the other, so that the worker's times can be compared."""
         proof = next(proofs, None)
         if proof is None:
             member.is_proven()

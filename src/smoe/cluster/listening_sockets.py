@@ -32,29 +32,32 @@ class Membership(Gate, Protocol):
     """Decides which workers belong to the cluster. The link's thread calls it."""
 
     def greeted(self, key: str, fields: dict[str, Any]) -> Member | str | None:
-        """Process a HELLO. Return a new member, or the reason for a refusal; None: the worker must repeat it."""
+        """Process a worker's HELLO message. Return the new member, or the reason why the worker is refused. None: the
+        worker must send the message again later."""
 
     def welcome(self, member: Member) -> dict[str, Any]:
         """Return the fields of a new member's WELCOME."""
 
     def describe(self, key: str, fields: dict[str, Any]) -> list[Any]:
-        """Process a DESCRIBE. Return the reply; empty: the worker must repeat it."""
+        """Return the reply to a DESCRIBE message. Empty: the worker must send the message again later."""
 
     def proof(self, member: Member) -> Sequence[Proof]:
-        """Return the requests that the member must compute correctly before its results are used."""
+        """Return the proofs for a member: requests that the member must compute correctly before its results are
+        used."""
 
     def answered(self, member: Member, keys: Sequence[ExpertKey]) -> None:
-        """Record that a worker has computed these experts, and so holds them."""
+        """Record that a worker has computed these experts, and therefore has them in its memory."""
 
     def doubt(self, member: Member, why: str) -> None:
-        """Exclude a worker whose results are wrong from the cluster."""
+        """Exclude a worker from the cluster, because its results are wrong."""
 
     def tick(self) -> None:
-        """Do what is due by time. The thread of the connections calls this at short intervals."""
+        """Do periodic work, such as storing the workers' state. The thread of the connections calls this at short
+        intervals."""
 
 
 class AdmittedKeys:
-    """Answers ZeroMQ's authenticator, which asks whether a key may connect."""
+    """Answers the question of ZeroMQ's authenticator whether a machine with a given key may connect."""
 
     def __init__(self, membership: Gate) -> None:
         self._membership = membership
@@ -74,8 +77,8 @@ class ListeningSockets:
     both."""
 
     def __init__(self, address: Endpoint, public: str, secret: str, membership: Gate, part_bytes: int) -> None:
-        """A sender of a part longer than `part_bytes` is disconnected. Raises `ClusterError` where the address is not
-        available."""
+        """A machine that sends a message part longer than `part_bytes` is disconnected. Raises `ClusterError` if the
+        address is not available."""
         self._context = zmq.Context()
         self._guard = ThreadAuthenticator(self._context)
         self._guard.start()

@@ -4,8 +4,8 @@
                 |                      |                             |
                 `--other bits--------> OUT <--disconnected, silent, or late several times in succession
 
-The experts that a worker holds are inferred, not requested: it holds those that it used last, as many as it has slots.
-An error in that only makes a forecast of time wrong.
+The experts that a worker holds are inferred, not requested: it holds the experts that it used last, as many as it has
+slots. If this inference is wrong, only a forecast of time is wrong.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _DEADLINE_FACTOR = 3.0
 _UNKNOWN_SECONDS = 2.0
 """The expected seconds of a request while nothing has been measured."""
 _LATE_USES = 512
-"""After how many uses the earlier counts are halved."""
+"""The number of requested experts after which the counts `uses` and `brought` are halved, so that recent requests count
+more."""
 
 
 class Loss(NamedTuple):
@@ -40,22 +41,22 @@ class Loss(NamedTuple):
     name: str
     why: str
     at: float
-    """The time in Unix time."""
+    """The time of the loss, in Unix time."""
 
 
 class WorkerTotals(NamedTuple):
-    """The totals of a worker's work. Proofs are not counted."""
+    """The totals of a worker's work. Proofs, the tests of a new worker, are not counted."""
 
     experts: int = 0
     """The number of computed experts."""
     checked: int = 0
-    """The number of them that the coordinator has recomputed."""
+    """The number of computed experts that the coordinator has recomputed."""
     requests: int = 0
     missed: int = 0
     """The number of missed deadlines."""
 
     def plus(self, other: WorkerTotals) -> WorkerTotals:
-        """Return the sum of both."""
+        """Return the sums of these totals and `other`."""
         return WorkerTotals(*map(sum, zip(self, other, strict=True)))
 
 
@@ -93,13 +94,13 @@ class Member:
     why: str = ""
     """The reason why the worker was removed; empty: it was not."""
     load: float = 0.0
-    """Seconds to load an expert; a moving average, as the next three."""
+    """Seconds in which the worker loads an expert. This value and the next three are moving averages."""
     expert: float = 0.0
     """Seconds to compute an expert for few rows."""
     row: float = 0.0
     """Seconds per row for many rows."""
     hop: float = 0.0
-    """Seconds for sending a message with few rows and receiving its answer, without computing."""
+    """Seconds for sending a message with few rows and receiving the reply, without the time of computing."""
     experts: int = 0
     """The number of experts computed so far."""
     checked: int = 0
@@ -120,12 +121,14 @@ class Member:
     earlier: WorkerTotals = NOTHING
     """The totals of the worker's earlier connections."""
     most_rows: float = inf
-    """The maximum number of rows of one expert that it computes: without torch, the number tested with its kernels."""
+    """The maximum number of rows of one expert that the worker computes. Without torch, it is the number with which its
+    kernels were tested."""
     _holds: OrderedDict[ExpertKey, None] = field(default_factory=OrderedDict)
     _expected: set[ExpertKey] = field(default_factory=set)
-    """Experts that it should hold; others are evicted before them."""
+    """Experts that were announced to the worker last. Other experts are evicted before them."""
     _late: set[ExpertKey] = field(default_factory=set)
-    """Experts announced and not requested yet; possibly loaded by now."""
+    """Experts that were announced to the worker and have not been requested yet. The worker may have loaded them by
+    now."""
 
     @property
     def is_here(self) -> bool:
@@ -133,7 +136,7 @@ class Member:
         return self.state is WorkerState.READY
 
     def is_proven(self) -> None:
-        """Begin to count the worker's work, because it has passed its proofs and its results are used from now on."""
+        """Start to count the worker's work: it has passed its proofs, so its results are used from now on."""
         self.has_proven = True
         self.experts = self.requests = self.uses = self.brought = 0
 
@@ -146,17 +149,19 @@ class Member:
         return self.earlier.plus(now)
 
     def takes(self, wanted: Iterable[ExpertTask]) -> bool:
-        """Return whether the worker may get this request: it is ready, and no expert has more rows than it computes."""
+        """Return whether the worker may get a request: it is ready, and no requested expert has more rows than it can
+        compute."""
         return self.is_here and max(len(each.tokens) for each in wanted) <= self.most_rows
 
     def view(self) -> WorkerView:
-        """Return the values of this worker that plans need."""
+        """Return the numbers about this worker from which plans are made."""
         return WorkerView(
             self.unit, self._holds, self.load, self.expert, self.row, self.hop, 0.0, self.brought_at, self.most_rows
         )
 
     def will_hold(self, keys: Iterable[ExpertKey]) -> int:
-        """Record that it should hold these experts. Return how many of them it must load."""
+        """Record that the worker will have these experts in memory from now on. Return how many of them it must
+        load."""
         missing = 0
         for key in keys:
             if key in self._holds:
@@ -188,8 +193,8 @@ class Member:
         return missing
 
     def take_coming(self, keys: Iterable[ExpertKey]) -> int:
-        """Record that announced experts are requested now. Return how many loads may still precede the request: loads
-        of these experts, and one load that is already running."""
+        """Record that experts which were announced to the worker are requested now. Return how many announced loads may
+        delay the request: loads of the requested experts, and one load that is already running."""
         there = len(self._late & self._holds.keys())
         self._late.difference_update(keys)
         self._expected.difference_update(keys)
@@ -197,15 +202,17 @@ class Member:
         return there - left + min(left, 1)
 
     def expected(self, wanted: Iterable[ExpertTask], loads: int) -> float:
-        """Return the seconds that a request should take with `loads` loads, without other requests before it."""
+        """Return the seconds in which the worker should answer a request that needs `loads` loads, if no other requests
+        wait."""
         if not self.has_answered:
             return _UNKNOWN_SECONDS
         computing = sum(max(self.expert, len(each.tokens) * self.row) for each in wanted)
         return self.hop + loads * self.load + computing
 
     def note(self, wanted: Iterable[ExpertTask], whole: float, times: Times, queued: bool = False) -> None:
-        """Record a request that was answered after `whole` seconds. `queued`: it was sent while another was in flight,
-        so it does not measure the round trip. `times` are the worker's."""
+        """Update the worker's averages from a request that was answered after `whole` seconds. `queued`: the request
+        was sent while another was in flight, so `whole` does not measure the round trip. `times`: the worker's own
+        measurement."""
         rows, computing = [len(each.tokens) for each in wanted], times.computing
         self.experts += len(rows)
         if max(rows) > FLAT:
@@ -224,6 +231,6 @@ class Member:
 
 
 def deadline(expected: float) -> float:
-    """Return after how many seconds a request that should take `expected` seconds counts as late, and goes to other
-    machines."""
+    """Return the seconds after which a request counts as late and is sent to other machines. `expected`: the seconds
+    that the request should take."""
     return min(_MOST_DEADLINE, max(_LEAST_DEADLINE, _DEADLINE_FACTOR * expected))

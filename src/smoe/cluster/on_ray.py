@@ -64,11 +64,11 @@ _ADDRESSES = "HOST:PORT of a Ray cluster's head, or auto"
 
 
 class Actor:
-    """The Ray actor that runs a worker. Its process makes no calls of Ray itself."""
+    """The Ray actor that runs one worker. Its process itself makes no calls to Ray."""
 
     def __init__(self, me: Worker, opening: Callable[[], Served], threads: int | None) -> None:
-        """`me`: the worker without keys; `opening` opens the experts; `threads`: computing threads, by default as many
-        as torch uses."""
+        """`me`: the worker, still without keys. `opening` opens the experts. `threads`: the number of computing
+        threads; by default as many as torch uses."""
         if threads is None:
             os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to 1, and torch will read it
         self._me = replace(me, keys=KeyPair.new())
@@ -77,8 +77,8 @@ class Actor:
         self._served: Served | None = None
 
     def begin(self) -> dict[str, Any]:
-        """Open the experts. Return `host`, `process`, the public `key` to admit and `slots`; or, instead of the last
-        two, the reason `why` it failed."""
+        """Open the experts. Return `host`, `process`, the public `key` that the coordinator must admit, and `slots`. If
+        opening fails, return the reason `why` instead of `key` and `slots`."""
         from smoe.machine.processor import set_compute_threads
 
         self._close()
@@ -91,8 +91,8 @@ class Actor:
         return here | {"key": self._me.keys.public, "slots": self._served.alone.slots}
 
     def serve(self, key: str) -> str | None:
-        """Run until `end` is called, or until the coordinator refuses the worker. Return the reason; None where `key`
-        is that of an earlier process."""
+        """Run the worker until `end` is called, or until the coordinator refuses it. Return the reason. Return None if
+        `key` belongs to an earlier process of this actor."""
         from smoe.cluster.worker import WorkerProcess
 
         if self._served is None or key != self._me.keys.public:
@@ -211,12 +211,12 @@ def _last_line(error: object) -> str:
 
 @dataclass(eq=False)
 class _RayWorker:
-    """The supervisor's record of a worker."""
+    """The state of one worker that runs on Ray."""
 
     name: str
     actor: Any
     call: Any = None
-    """The call in progress, `begin` or `serve`; None while there is none."""
+    """The call of the actor that has not returned yet, `begin` or `serve`; None if there is none."""
     is_serving: bool = False
     is_away: bool = False
     since: float = 0.0
@@ -228,7 +228,8 @@ class _RayWorker:
 
 
 class OnRay:
-    """Workers on Ray. They run, and are restarted when they end, as long as `turn` is called; `close` ends them."""
+    """The workers on a Ray cluster. They run, and are restarted when they end, as long as `turn` is called; `close`
+    ends them."""
 
     def __init__(
         self, ray: Any, coordinator: Coordinator, on_change: Callable[[str], None], on_trouble: Callable[[str], None]
@@ -240,8 +241,8 @@ class OnRay:
         self._group: Any = None
 
     def start(self, count: int | None, opening: Callable[[], Served], threads: int | None) -> None:
-        """Start `count` workers, by default one on every node. Raises `ClusterError` where Ray has no room for them, or
-        they could not reach the coordinator."""
+        """Start `count` workers, by default one on every node. Raises `ClusterError` if Ray has too few free CPUs for
+        them, or if they could not reach the coordinator."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         coordinator, nodes = self._coordinator, _nodes(self._ray, self._coordinator)
@@ -263,8 +264,8 @@ class OnRay:
         return [each.name for each in self._workers]
 
     def turn(self, seconds: float) -> None:
-        """Process the next event of a worker, if one occurs within `seconds`. Raises `ClusterError` when no worker is
-        left."""
+        """Process the next event of a worker, if one occurs within `seconds`. Raises `ClusterError` if no worker
+        remains."""
         if not self._workers:
             raise ClusterError("no worker is left; the messages above say why each ended")
         for each in self._workers:
@@ -374,8 +375,8 @@ def _nodes(ray: Any, coordinator: Coordinator) -> int:
 
 
 def _places(ray: Any, count: int, nodes: int) -> Any:
-    """Return a placement group with one place for each worker, on separate nodes if possible. A place on a lost node
-    waits for a new node."""
+    """Return Ray's placement group, which reserves one CPU bundle for each worker, on separate nodes if possible. A
+    bundle of a lost node waits for a new node."""
     from ray.util import placement_group, remove_placement_group
 
     group = placement_group([{"CPU": 1}] * count, strategy="STRICT_SPREAD" if count <= nodes else "SPREAD")

@@ -17,9 +17,9 @@ class SendRate:
         self._free_at = clock()
 
     def left_seconds(self) -> float:
-        """Return the seconds until the next bytes may be sent; 0: now."""
+        """Return the seconds until the next bytes may be sent; 0 if they may be sent now."""
         return max(0.0, self._free_at - self._clock())
 
     def book(self, nbytes: int) -> None:
-        """Record that `nbytes` are sent now."""
+        """Record that `nbytes` bytes are being sent now."""
         self._free_at = max(self._free_at, self._clock()) + nbytes * self._seconds_per_byte

@@ -23,7 +23,7 @@ class PollableQueue(Generic[T]):
         return self._mine.fileno()
 
     def put(self, what: T) -> None:
-        """Append an item. It is lost after `close`."""
+        """Append an item. After `close`, the item is dropped."""
         self._waiting.append(what)
         with suppress(OSError):  # full: the descriptor is readable already
             self._theirs.send(b"!")

@@ -27,13 +27,15 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class ReceivedFiles:
-    """A folder, and the chunks of a manifest's files that are missing in it. `close` releases the folder for other
-    processes."""
+    """The folder into which a manifest's files are downloaded, and the chunks that are still missing. `close` releases
+    the folder for other processes."""
 
     def __init__(self, folder: Path, sent: Manifest, before: Callable[[int], None] = lambda _: None) -> None:
-        """Read existing files; `before(nbytes)` is called before each read. Raises `ClusterError` where another process
-        downloads into the folder, or it has another file of the same name; `DiskSpaceError` where the missing chunks do
-        not fit."""
+        """Read the files that exist in the folder; `before(nbytes)` is called before each read.
+
+        Raises `ClusterError` if another process downloads into the folder, or if the folder has a different file of the
+        same name. Raises `DiskSpaceError` if the missing chunks do not fit.
+        """
         self._folder, self._sent, self._before = folder, sent, before
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = _taken(folder)
@@ -55,10 +57,11 @@ class ReceivedFiles:
         self._lock.close()
 
     def keep(self, number: int, chunk: int, data: bytes | bytearray) -> bool:
-        """Write a chunk of a file. Return False for wrong content, which is not written. The last chunk completes the
-        file; if the disk returns other bytes than were written, chunks become missing again.
+        """Write a chunk of a file. Return False, and write nothing, if the content does not match the chunk's checksum.
 
-        Raises `DiskSpaceError`, `OSError`, and `ClusterError` where the checksums contradict each other.
+        After the last chunk the file is complete. If the disk then returns other bytes than were written, the wrong
+        chunks count as missing again. Raises `DiskSpaceError`, `OSError`, and `ClusterError` if the coordinator's
+        checksums contradict each other.
         """
         if hashlib.sha256(data).digest() != self._sent.files[number].sum_of(chunk):
             return False
@@ -149,5 +152,5 @@ def _taken(folder: Path) -> FileLock:
 
 
 def _unlike(made: SentFile, file: SentFile) -> set[int]:
-    """Return the numbers of the chunks of a file that are wrong or missing."""
+    """Return the numbers of the chunks of `file` for which the checksums of `made` are different or absent."""
     return {chunk for chunk in range(file.chunks) if made.sum_of(chunk) != file.sum_of(chunk)}

@@ -44,14 +44,15 @@ from smoe.policy.prediction import Prediction
 from smoe.routing import Routing
 
 _PROOF_ROWS = (1, 2, 3, 5, 8, 9, 33, 300)
-"""Numbers of rows at which kernels, or their division among threads, may differ between machines."""
+"""The numbers of rows in proofs, the tests of a new worker. For each of them the kernels, or the division of work among
+threads, may differ between machines."""
 
 _log = logging.getLogger(__name__)
 
 
 class Cluster(Admission):
-    """The coordinator's workers: the `Sharer` of the executor and the `Membership` of the link. `close` disconnects
-    them."""
+    """The coordinator's workers. The executor uses this class as its `Sharer`, the link as its `Membership`. `close`
+    disconnects the workers."""
 
     def __init__(
         self,
@@ -65,10 +66,10 @@ class Cluster(Admission):
         spares: int = 0,
         verify: float = 0.0,
     ) -> None:
-        """`alone`: the coordinator's own experts, for proofs and for a cluster without workers. `rows`: the format of
-        rows. `asked`: fields that must match a worker's model. `spares`: predictions beyond a layer's top-k. `verify`:
-        the share of results that is recomputed. `method`: one of `PLACEMENT`; `order`: one of `BALANCE_ORDER`. Raises
-        `ClusterError` for a taken address."""
+        """`alone`: the coordinator's own experts, for making proofs and for the time without workers. `rows`: the
+        format of rows in messages. `asked`: fields that must match a worker's model. `spares`: the number of predicted
+        experts beyond a layer's top-k. `verify`: the fraction of results that is recomputed. `method`: one of
+        `PLACEMENT`; `order`: one of `BALANCE_ORDER`. Raises `ClusterError` if the address is in use."""
         super().__init__(coordinator)
         self.units: dict[int, ComputeUnit] = {}
         """The units by their numbers in plans."""
@@ -77,7 +78,7 @@ class Cluster(Admission):
         self._rule = Placement(method, order, (), inf, 0.0, 0)
         self._here = here
         self._last_here_load = inf
-        """The seconds of a load that plans last used, for the link's thread."""
+        """The seconds of a load on the coordinator that the last plan assumed. The link's thread reads this value."""
         turns = {layer: turn for turn, layer in enumerate(sorted(alone.store.layers))}
         own = here._replace(load=self._seconds_here)
         self._ahead = AheadSchedule(
@@ -136,12 +137,13 @@ class Cluster(Admission):
 
     @property
     def refused(self) -> dict[str, str]:
-        """Machines that were not admitted, with the reasons."""
+        """For each machine that was not admitted, its name and the reason."""
         out = {member.name: member.why for member in self.members if member.why}
         return out if self.link is None else self.link.refused | out
 
     def lost(self) -> list[dict[str, Any]]:
-        """Return the lost workers: name, reason, time (Unix time)."""
+        """Return the workers that were connected and are lost: for each its name, the reason and the time (Unix
+        time)."""
         return [] if self.link is None else [each._asdict() for each in self.link.losses]
 
     def described(self) -> list[dict[str, Any]]:
@@ -183,8 +185,8 @@ class Cluster(Admission):
         self._ahead.begin(position, self._views, {member.unit: member.slots for member in self._ready})
 
     def balance(self, routing: Routing, under_way: float) -> Placement | None:
-        """Return the placement of one layer's misses, with `under_way` loads in flight here; None: there are no
-        workers."""
+        """Return the rule and the present numbers by which the missing experts of one layer are assigned to machines.
+        None if there are no workers. `under_way`: the number of loads in flight on the coordinator."""
         self._ahead.asked(routing.layer, set(chain.from_iterable(routing.top_k_index)))
         if not self._ready:
             return None
@@ -198,7 +200,7 @@ class Cluster(Admission):
         )
 
     def guess(self, predictions: Iterable[Prediction]) -> Iterable[Prediction]:
-        """Send predicted experts to workers, as far as they have room. Return the predictions that the coordinator
+        """Send predicted experts to workers that have free slots for them. Return the predictions that the coordinator
         should load itself."""
         if not self._ready:
             return predictions
@@ -208,17 +210,17 @@ class Cluster(Admission):
         return [here for here in found if here.experts]
 
     def _left(self, named: Prediction) -> Prediction:
-        """Return the part of a prediction that the coordinator loads itself."""
+        """Return the prediction reduced to the experts that the coordinator should load itself."""
         here = self._ahead.here(named.layer)
         return named._replace(experts=[expert for expert in named.experts if expert in named.low or expert in here])
 
     def expect(self, position: int, named: Prediction) -> None:
-        """Process a prediction at once, in the same way as `guess`. Any thread may call this."""
+        """Send the experts of one prediction to workers at once, as `guess` does. Any thread may call this."""
         self._ahead.expect({TokenLayer(position, named.layer): _own(named)})
 
     def withdraw(self, position: int) -> None:
-        """Drop predictions for this position and later ones: they belonged to another text. Any thread may call
-        this."""
+        """Drop predictions for this position and for later positions, because the text has changed from there on. Any
+        thread may call this."""
         self._ahead.withdraw(position)
 
     def _is_waiting(self, workers: int) -> bool:
@@ -229,7 +231,7 @@ class Cluster(Admission):
             self.link.fetch(unit, keys)
 
     def _views(self) -> list[WorkerView]:
-        """Return the views of available workers, in the order of their names."""
+        """Return, for each available worker in the order of the names, the numbers from which plans are made."""
         return [member.view() for member in self._ready if member.is_here]
 
     def _seconds_here(self) -> float:
@@ -262,11 +264,12 @@ class Cluster(Admission):
             keep_status(self.coordinator.name, self.described(), self.draft)
 
     def answered(self, member: Member, keys: Iterable[ExpertKey]) -> None:
-        """Record that a worker has computed experts, and has free slots for others."""
+        """Record that a worker has computed these experts, so that their slots can be used for predicted experts."""
         self._ahead.answered(member.unit, keys)
 
     def greeted(self, key: str, fields: dict[str, Any]) -> Member | str | None:
-        """Process a HELLO. Return a new member, or the reason for a refusal; None if this cannot be decided yet."""
+        """Process a worker's HELLO message. Return the new member, or the reason why the worker is refused. None if
+        this is not known yet."""
         name, slots = fields.get("name"), fields.get("slots")
         if not isinstance(name, str) or not is_name(name) or type(slots) is not int or slots < 1:
             return "its first message is incomplete"
@@ -284,20 +287,23 @@ class Cluster(Admission):
         return Member(self._unit - 1, self.name_of(key) or name, key, b"", slots, most_rows=most_rows)
 
     def welcome(self, member: Member) -> dict[str, Any]:
-        """Return what a new worker is sent: the kernels for few rows, and the largest number of rows of a request."""
+        """Return the content of a new worker's WELCOME message: the kernels for few rows, and the largest number of
+        rows of a request."""
         found = None if self.describer is None or member.most_rows == inf else self.describer.found
         arithmetic = self._arithmetic if found is None else found.arithmetic
         return {"arithmetic": arithmetic, "rows": self._rows.most}
 
     def _unfit(self, fields: dict[str, Any]) -> str:
-        """Return how a worker's model or version differs from the coordinator's; an empty text if they are equal."""
+        """Return a sentence that says how a worker's model or version differs from the coordinator's; an empty text if
+        they are equal."""
         for what, mine in {"smoe": __version__, **self._asked}.items():
             if fields.get(what) != mine:
                 return f"its {what} is {str(fields.get(what))[:80]!r}, the coordinator has {mine!r}"
         return ""
 
     def describe(self, key: str, fields: dict[str, Any]) -> list[Any]:
-        """Return the reply to a worker without torch that requests a description; empty: it must ask again."""
+        """Return the reply to a worker without torch that requests a description of the experts. Empty: the worker must
+        ask again later."""
         why = self._unfit(fields) or self.admitted(key, fields)
         found = why or self._without_torch()
         if isinstance(found, str):
@@ -305,16 +311,16 @@ class Cluster(Admission):
         return [] if found is None or self.describer is None else self.describer.parts
 
     def _without_torch(self) -> LightWorker | str | None:
-        """Return what a worker without torch can compute, or the reason why it cannot; None if that is not known
-        yet."""
+        """Return the description and limits for workers without torch, or the reason why such workers cannot be used.
+        None if this is not known yet."""
         if self.describer is None:
             return "it has no torch, which workers of this coordinator need"
         self.describer.begin()
         return self.describer.found or self.describer.why or None
 
     def proof(self, member: Member) -> Sequence[Proof]:
-        """Return the proofs, which are the same for all members, except those with more rows than the member
-        computes."""
+        """Return the proofs for a member: requests whose correct results are known. All members get the same proofs,
+        except that a proof with more rows than the member computes is left out."""
         return [each for each in self._proofs if each.hidden.shape[0] <= member.most_rows]
 
     def doubt(self, member: Member, why: str) -> None:
@@ -335,7 +341,8 @@ class Cluster(Admission):
         _log.error("%s", self.doubts[-1])
 
     def _make_proofs(self) -> Iterator[Proof]:
-        """Yield proofs: an expert of every kind, with few and many rows, computed by the coordinator itself."""
+        """Yield the proofs for new workers: the first and the last expert of one layer of every kind, with few and with
+        many rows, and the results that the coordinator itself has computed."""
         of_kind = {math.kind: layer for layer, math in reversed(list(self._alone.math.items()))}
         generator = torch.Generator().manual_seed(0)
         for layer in of_kind.values():
@@ -367,7 +374,7 @@ class RemoteUnit:
         return futures
 
     def measured(self) -> Iterator[tuple[float, int]]:
-        """Return no measurements: the record of each worker (`Member`) has its times."""
+        """Return no measurements: the times of each worker are in its record (`Member`)."""
         return iter(())
 
     def drain(self) -> None:

@@ -1,4 +1,5 @@
-"""The coordinator's requests to its workers: experts for some rows, or a proof."""
+"""The coordinator's requests to its workers. A request is either for experts of a running pass, or a proof: a test
+whose correct result the coordinator knows."""
 
 from __future__ import annotations
 
@@ -18,26 +19,28 @@ from smoe.memory.streams import Fetched
 
 @dataclass
 class Proof:
-    """A request whose correct result the coordinator knows."""
+    """A request that tests a new worker: experts, hidden states, and the result that the coordinator itself has
+    computed."""
 
     wanted: Sequence[ExpertTask]
     hidden: torch.Tensor
     expected: torch.Tensor
-    """[n, H] the correct result"""
+    """[n, H] the correct outputs, expert after expert."""
 
 
 class PendingProof(NamedTuple):
-    """A proof in flight."""
+    """A proof that was sent to a worker and is not answered yet: a test request whose correct result the coordinator
+    knows. If the worker returns this result, it gets the next proof; otherwise it is refused."""
 
     member: Member
     expected: torch.Tensor
     others: Iterator[Proof]
-    """The proofs that are sent after this one."""
+    """The proofs that this worker gets after this one."""
 
 
 @dataclass
 class ExpertRequest:
-    """A request to one unit for experts."""
+    """A request to one compute unit: experts, and the hidden states of the tokens that chose them."""
 
     wanted: Sequence[ExpertTask]
     hidden: Fetched
@@ -46,17 +49,18 @@ class ExpertRequest:
     unit: int
     """The unit that gets the request."""
     trial: PendingProof | None = None
-    """The proof, if this request is one, else None. A proof is never sent to another worker."""
+    """The proof that this request carries, or None for a request of a running pass. A proof is never sent to another
+    worker."""
     tried: frozenset[int] = frozenset()
-    """The units that got the request before this one."""
+    """The compute units that had this request before."""
     expected: float = 0.0
-    """The seconds that it should take, without other requests before it."""
+    """The seconds that the request should take if no other requests wait before it."""
     sent: float = 0.0
-    """The time when it was sent (`time.monotonic`); 0: not yet."""
+    """The time at which the request was sent (`time.monotonic`); 0 before."""
     due: float = inf
-    """The time from which it is late."""
+    """The time (`time.monotonic`) after which the request counts as late."""
     is_lost: bool = False
-    """Whether other units have got the request as well, because its unit is late or gone."""
+    """Whether other compute units have this request as well, because `unit` is late or disconnected."""
 
     @property
     def rows(self) -> int:
@@ -64,17 +68,18 @@ class ExpertRequest:
 
     @property
     def is_over(self) -> bool:
-        """Whether no thread waits for its results any more."""
+        """Whether all futures of this request are done, so that no thread waits for its results."""
         return bool(self.futures) and all(future.done() for future in self.futures)
 
     def part(self, unit: int, places: Sequence[int]) -> ExpertRequest:
-        """Return a request to another unit for some of the experts of this one."""
+        """Return a new request to the compute unit `unit`, for the experts of this request at the indices `places`."""
         wanted, futures = [self.wanted[n] for n in places], [self.futures[n] for n in places]
         return ExpertRequest(wanted, self.hidden, futures, unit, tried=self.tried | {self.unit})
 
 
 def only_used(hidden: torch.Tensor, wanted: Sequence[ExpertTask]) -> tuple[torch.Tensor, Sequence[ExpertTask]]:
-    """Return the hidden states with unused rows removed, and the experts with the new row numbers."""
+    """Return the hidden states without the rows that no expert uses, and the experts with their rows renumbered
+    accordingly."""
     used = sorted({token for each in wanted for token in each.tokens})
     if len(used) == hidden.shape[0]:
         return hidden, wanted
@@ -83,7 +88,7 @@ def only_used(hidden: torch.Tensor, wanted: Sequence[ExpertTask]) -> tuple[torch
 
 
 def take_over(future: Future[torch.Tensor], result: Future[torch.Tensor]) -> None:
-    """Give a future the result or the error of another one."""
+    """Give `future` the result or the error of `result`, or cancel it if `result` was cancelled."""
     if result.cancelled():
         future.cancel()
     elif result.exception() is not None:

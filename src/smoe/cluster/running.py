@@ -11,22 +11,23 @@ from smoe.cluster.identity import keep_keeper, read_keeper, read_status
 from smoe.errors import ClusterError
 
 _STATUS_SECONDS = 3.0
-"""The age up to which a stored state proves a running coordinator, which stores it more often."""
+"""The largest age in seconds of a stored state that still shows a running coordinator: a running coordinator stores its
+state more often."""
 _SAME_SECONDS = 60.0
 """The tolerance for a process's start time. A process with the stored number but another start time is a different one.
 The system's figure follows its clock, which may be adjusted."""
 
 
 def coordinator_process(name: str) -> int | None:
-    """Return the process number of the running coordinator; None where none runs."""
+    """Return the number of the process that runs the cluster's coordinator; None if the coordinator does not run."""
     stored = read_status(name)
     is_running = stored is not None and time.time() - stored["at"] < _STATUS_SECONDS
     return stored["process"] if stored is not None and is_running and psutil.pid_exists(stored["process"]) else None
 
 
 def keeper_process(name: str) -> int | None:
-    """Return the process number of `smoe cluster up` that keeps workers of this cluster running; None where there is
-    none."""
+    """Return the number of the `smoe cluster up` process that keeps this cluster's workers running; None if there is no
+    such process."""
     stored = read_keeper(name)
     if stored is None:
         return None
@@ -38,8 +39,8 @@ def keeper_process(name: str) -> int | None:
 
 
 def become_keeper(name: str) -> None:
-    """Register this process as the supervisor of this cluster's workers, until it ends. Raises `ClusterError` where
-    another one is."""
+    """Register this process as the supervisor of this cluster's workers, until the process ends. Raises `ClusterError`
+    if another process is the supervisor."""
     other = keeper_process(name)
     if other not in (None, os.getpid()):
         raise ClusterError(

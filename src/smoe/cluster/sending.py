@@ -1,4 +1,4 @@
-"""Sends the coordinator's model files to workers, while it has nothing else to do.
+"""Sends the coordinator's model files to workers, while the coordinator has no requests for experts in flight.
 
     link's thread    receive: requests for pieces   turn: if no thread waits for an expert, send one piece
     courier's own    checksums, made once | reads the next piece, at the allowed rate, and wakes the link's thread
@@ -42,12 +42,12 @@ Send = Callable[[bytes, list[Any]], bool]
 
 
 class _EndedError(Exception):
-    """Raised to end the courier's thread."""
+    """Raised to end the thread that reads the files."""
 
 
 @dataclass
 class Asker:
-    """A worker that downloads files, and the pieces that it has requested."""
+    """A worker that downloads files, and the pieces of files that it has requested."""
 
     route: bytes
     wanted: deque[PiecePosition] = field(default_factory=deque)
@@ -74,9 +74,9 @@ class Courier:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] | None = None,
     ) -> None:
-        """`paths`: the files by their transfer names; `precision`: the model's. `admitted` returns why a machine with
-        this key and these fields is refused, or empty. `rate`: the maximum number of bytes per second, for all workers
-        together."""
+        """`paths`: the files by their transfer names; `precision`: the model's precision. `admitted` returns the reason
+        why a machine with this key and these fields is refused; an empty text if it is admitted. `rate`: the maximum
+        number of bytes per second, for all workers together."""
         self.missing: dict[str, int] = {}
         """The bytes that workers reported as missing, by key."""
         self.summed_bytes = 0
@@ -91,7 +91,7 @@ class Courier:
         self._known: SummedFiles | None = None
         self._failure = ""
         self._busy = -CALM_SECONDS
-        """The time when a thread last waited for an expert."""
+        """The time (`time.monotonic`) at which a thread last waited for an expert."""
         self._has_sent = False
         """Whether a piece was sent in the present gap between two requests for experts."""
         self._ring: Callable[[], None] = lambda: None
@@ -115,7 +115,7 @@ class Courier:
     # -- the sockets' thread ------------------------------------------------------------------------------------------
 
     def receive(self, route: bytes, key: str, frame: Frame, send: Send) -> None:
-        """Process a message of one of `FILE_KINDS`. Raises `FrameError`."""
+        """Process a message of one of the kinds `FILE_KINDS`. Raises `FrameError` for an invalid message."""
         if frame.kind is FrameKind.FILES:
             self._greeted(route, key, frames.fields_of(frame), send)
             return

@@ -1,5 +1,5 @@
-"""Recomputes a sample of the workers' results on the coordinator, because a proof at the start says nothing about
-later.
+"""Recomputes a sample of the workers' results on the coordinator, because a proof (a test at the start) says nothing
+about later results.
 
     results          | DONE | DONE | DONE | DONE | ...
     sample                  ^ stored: rows in, rows out      ^ stored
@@ -35,8 +35,8 @@ _log = logging.getLogger(__name__)
 
 
 class _Drawn(NamedTuple):
-    """A result that was drawn for a check: the rows [n, H] that were sent to a worker, and the rows that it
-    returned."""
+    """One expert's result that was chosen at random to be recomputed: the rows [n, H] that were sent to a worker, and
+    the rows that the worker returned."""
 
     member: Member
     key: ExpertKey
@@ -45,7 +45,8 @@ class _Drawn(NamedTuple):
 
 
 class SpotChecks:
-    """The spot checks of one link. Only its thread, and the thread that closes it, may use them."""
+    """Recomputes a random sample of the results of one link's workers. Only the link's thread, and the thread that
+    closes the link, may use this class."""
 
     def __init__(
         self,
@@ -55,9 +56,10 @@ class SpotChecks:
         on_difference: Callable[[Member, ExpertKey, float], None],
         seed: int | None = None,
     ) -> None:
-        """`share`: the share of the workers' results that `rescue` recomputes; with 1 all, as far as there is time.
-        `ring` requests a call of `go_on` when a recomputed result is there. `on_difference` is called for a result
-        whose bits differ, with the largest absolute difference within it. Without a `seed` the draws are random."""
+        """`share`: the fraction of the workers' results that the unit `rescue` recomputes; 1 means all for which there
+        is time. `ring` is called when a recomputed result is ready, and must lead to a call of `go_on`. `on_difference`
+        is called for a result whose bits differ, with the largest absolute difference. Without a `seed`, the sample is
+        random."""
         self._share = share
         self._rescue = rescue
         self._ring = ring
@@ -67,7 +69,8 @@ class SpotChecks:
         self._under_way: tuple[_Drawn, Future[torch.Tensor]] | None = None
 
     def note(self, member: Member, request: ExpertRequest, came: Sequence[torch.Tensor]) -> None:
-        """Draw results to check from a worker's results. Called before their futures are set."""
+        """Choose at random which of a worker's results will be recomputed, and store copies of them. Called before the
+        futures of the request get these results."""
         for each, future, rows in zip(request.wanted, request.futures, came, strict=True):
             if self._lot.random() >= self._share or len(self._waiting) >= MOST_WAITING:
                 continue
@@ -76,15 +79,15 @@ class SpotChecks:
                 self._waiting.append(drawn)
 
     def go_on(self, is_needed: bool) -> None:
-        """Compare a recomputed result, and start the next one unless `is_needed`: the coordinator's own units have
-        other work."""
+        """Compare a recomputed result with the worker's, and start to recompute the next one. With `is_needed` nothing
+        is started, because the coordinator's own units have other work."""
         if self._under_way is not None and self._under_way[1].done():
             self._settle()
         if self._under_way is None and self._waiting and not is_needed:
             self._begin()
 
     def finish(self, seconds: float) -> None:
-        """Recompute the remaining results within `seconds`."""
+        """Recompute the results that still wait, for at most `seconds`."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             if self._under_way is None:

@@ -27,7 +27,7 @@ def sums_of(path: Path, name: str, before: Callable[[int], None]) -> SentFile:
     """Return the checksums of a file, from the cache or computed now; `name`: its transfer name. `before(nbytes)` is
     called before each read of `nbytes` bytes.
 
-    Raises `OSError`, and `CheckpointError` where the file is written meanwhile.
+    Raises `OSError`. Raises `CheckpointError` if the file changes while it is read.
     """
     return stored_sums(path, name) or keep_sums(path, make_sums(path, name, before))
 
@@ -54,7 +54,7 @@ def make_sums(path: Path, name: str, before: Callable[[int], None]) -> SentFile:
 
 
 def stored_sums(path: Path, name: str) -> SentFile | None:
-    """Return the stored checksums of this unchanged file; None where there are none."""
+    """Return the stored checksums of a file that has not changed since; None if there are none."""
     stored = read_stored(of_model("sums", path), _FORMAT)
     if stored is None or stored.get("identity") != _identity(path):
         return None
@@ -65,7 +65,7 @@ def stored_sums(path: Path, name: str) -> SentFile | None:
 
 
 def keep_sums(path: Path, made: SentFile) -> SentFile:
-    """Store the checksums, if the cache can be written. Return the checksums."""
+    """Store the checksums in the user's cache, if the cache can be written. Return the checksums."""
     content = {"format": _FORMAT, "identity": _identity(path), "sha256": made.digest, "chunks": made.sums.hex()}
     try:
         keep(of_model("sums", path), content)
@@ -81,11 +81,11 @@ def forget_sums(path: Path) -> None:
 
 
 def identity(path: Path) -> FileIdentity:
-    """Return the identity of a file. Raises `OSError`."""
+    """Return the identity of a file: its device, inode, size and modification time. Raises `OSError`."""
     with path.open("rb", buffering=0) as file:
         return identity_of(file.fileno())
 
 
 def _identity(path: Path) -> list[int]:
-    """Return a file's identity. It leaves out the device's number, which may change when the system restarts."""
+    """Return the identity of a file without the device's number, which may change when the system restarts."""
     return list(identity(path)[1:])

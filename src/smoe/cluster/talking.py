@@ -31,11 +31,12 @@ _log = logging.getLogger(__name__)
 
 
 class Talking(ABC):
-    """Sends the greeting until the coordinator answers, processes the coordinator's messages, and sends the messages in
-    `_queue`."""
+    """The connection of this machine to the coordinator: sends the greeting until the coordinator answers, processes
+    the coordinator's messages, and sends the messages in `_queue`."""
 
     def __init__(self, me: Worker, on_change: Callable[[str], None]) -> None:
-        """`on_change` receives messages: that the machine is admitted, or has lost the coordinator."""
+        """`on_change` is called with a message for the user when this machine is admitted or has lost the
+        coordinator."""
         self._me = me
         self._on_change = on_change
         self._queue: PollableQueue[list[Any]] = PollableQueue()
@@ -77,24 +78,25 @@ class Talking(ABC):
 
     @abstractmethod
     def _greeting(self) -> list[Any]:
-        """Return the greeting, which is sent until the coordinator answers."""
+        """Return the first message to the coordinator, which is repeated until the coordinator answers."""
 
     @abstractmethod
     def _answer(self, dealer: zmq.Socket[bytes], frame: Frame) -> None:
-        """Process a message of the coordinator. Raises `FrameError`, and `ClusterError` where this machine must end."""
+        """Process a message of the coordinator. Raises `FrameError` for an invalid message, and `ClusterError` if this
+        machine must end."""
 
     @abstractmethod
     def _over(self) -> None:
-        """Release what a subclass holds, because the connection to the coordinator has ended."""
+        """Release the resources of the subclass, because the connection to the coordinator has ended."""
 
     def _lost(self) -> None:
-        """Called when the coordinator is lost."""
+        """React to the loss of the coordinator; a subclass may override this method, which by default does nothing."""
 
     def _connect(self, dealer: zmq.Socket[bytes]) -> None:
         self._address = dial(dealer, self._me, self._part_bytes)
 
     def _turn(self, dealer: zmq.Socket[bytes]) -> None:
-        """Process received messages, and send pending ones."""
+        """Process all messages that have arrived, and send all queued messages and the greeting or beat that is due."""
         while dealer.poll(0):
             self._hear(dealer, dealer.recv_multipart(copy=False))
         for parts in self._queue.take():

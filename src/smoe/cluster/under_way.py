@@ -28,11 +28,12 @@ from smoe.policy.placement import Placement
 from smoe.policy.plan import DEVICE, Serve
 
 PROOF_SECONDS = 30.0
-"""Seconds for a proof: a worker compiles its kernels first."""
+"""The most seconds for a proof, the test of a new worker, which compiles its kernels first."""
 
 
 class UnderWay:
-    """Sends requests to workers. If a worker is late or fails, other units get its requests."""
+    """The coordinator's requests that are in flight. If a worker is late or fails, other compute units get its
+    requests."""
 
     def __init__(
         self,
@@ -42,12 +43,12 @@ class UnderWay:
         most_rows: int,
         here_load: Callable[[], float],
     ) -> None:
-        """`send` calls `lost` for a member that it cannot reach. `rescue`: the coordinator's own unit, which takes
-        `here_load` seconds to load an expert (infinite: only the last resort). `most_rows`: the maximum number of rows
-        of a message."""
+        """`send` sends a message, and calls `lost` if it cannot reach the member. `rescue`: the coordinator's own
+        compute unit. `here_load` returns the seconds in which `rescue` loads an expert; if infinite, `rescue` is used
+        only as the last resort. `most_rows`: the maximum number of rows of a message."""
         self.most_rows = most_rows
         self.rescued = 0
-        """The number of experts that the coordinator had to compute itself."""
+        """The number of experts that the coordinator had to compute in place of a worker."""
         self._members = members
         self._send = send
         self._rescue = rescue
@@ -57,7 +58,7 @@ class UnderWay:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no thread waits for a result."""
+        """Whether no request is in flight, so that no thread waits for a result."""
         return not self._requests
 
     @property
@@ -66,7 +67,7 @@ class UnderWay:
         return any(request.unit == DEVICE for request in self._requests.values())
 
     def owes(self, member: Member) -> bool:
-        """Return whether a request to this worker is still in flight."""
+        """Return whether a request to this worker is in flight, so that it still owes a result."""
         return any(request.unit == member.unit for request in self._requests.values())
 
     def next_due(self) -> float:
@@ -74,7 +75,7 @@ class UnderWay:
         return min((each.due for each in self._requests.values() if not each.is_lost), default=inf)
 
     def begin(self, request: ExpertRequest) -> None:
-        """Send a request to its unit, or to substitutes."""
+        """Send a request to its compute unit, or to other units if that one cannot take it."""
         try:
             self._ask(request)
         except Exception as error:
@@ -83,7 +84,8 @@ class UnderWay:
                     future.set_exception(error)
 
     def find(self, number: int, member: Member) -> ExpertRequest | None:
-        """Return the request with this number that this worker has; None if other units have answered it before."""
+        """Return the request in flight that has this number and was sent to this worker; None if there is none, because
+        another unit has answered it."""
         request = self._requests.get(number)
         return None if request is None or request.unit != member.unit else request
 
@@ -92,12 +94,12 @@ class UnderWay:
         self._requests.pop(number, None)
 
     def overdue(self, now: float) -> set[int]:
-        """Return the units that are late, and drop requests for which no thread waits any more."""
+        """Return the compute units whose requests are late. Drop requests for which no thread waits any more."""
         self._requests = {number: each for number, each in self._requests.items() if not each.is_over}
         return {each.unit for each in self._requests.values() if each.due < now and not each.is_lost}
 
     def lost(self, member: Member) -> None:
-        """Stop expecting results from a worker, and send its requests to other units."""
+        """Send the requests of a lost worker to other units. A proof that the worker had is dropped."""
         for number, request in list(self._requests.items()):
             if request.unit == member.unit and request.trial is not None:
                 del self._requests[number]
@@ -105,8 +107,8 @@ class UnderWay:
                 self.stand_in(request)
 
     def stand_in(self, request: ExpertRequest) -> None:
-        """Send a request's experts to other units, each to the one that finishes it first; at most once for a
-        request."""
+        """Send the experts of a request to other units, each expert to the unit that will finish it first. A second
+        call for the same request does nothing."""
         if request.is_lost:
             return
         request.is_lost = True
@@ -114,7 +116,7 @@ class UnderWay:
             self.begin(request.part(unit, places))
 
     def cancel(self) -> None:
-        """Cancel all requests: no results will come."""
+        """Cancel the futures of all requests in flight, because no results will arrive."""
         for request in self._requests.values():
             for future in request.futures:
                 future.cancel()
@@ -140,7 +142,8 @@ class UnderWay:
         self._send(member, frames.work(number, wanted, hidden))
 
     def _rescue_it(self, request: ExpertRequest) -> None:
-        """Compute a request on the coordinator. If a late worker finishes first, its result counts."""
+        """Compute a request on the coordinator. If a late worker finishes an expert first, the worker's result is
+        used."""
         request.unit = DEVICE
         self._requests[next(self._numbers)] = request
         self.rescued += len(request.wanted)
@@ -148,7 +151,8 @@ class UnderWay:
             mine.add_done_callback(partial(take_over, theirs))
 
     def _shared_out(self, request: ExpertRequest) -> dict[int, list[int]]:
-        """Return the units that take over a late request: {unit: positions of its experts in the request}."""
+        """Return which units take over the unfinished experts of a late request: {unit: indices of the experts in the
+        request}."""
         here = self._here_load()
         views = [
             view._replace(hop=view.hop + self._behind(member))
@@ -166,6 +170,6 @@ class UnderWay:
         return found
 
     def _behind(self, member: Member) -> float:
-        """Return how many seconds the worker's earlier requests should take; it computes requests one after the
-        other."""
+        """Return the seconds that the worker still needs for its requests in flight, since it computes them one after
+        the other."""
         return sum(each.expected for each in self._requests.values() if each.unit == member.unit)

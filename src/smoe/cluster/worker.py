@@ -37,22 +37,23 @@ if TYPE_CHECKING:
     import torch
 
 PLANNED_ROWS = EngineConfig.prefill_tokens
-"""The maximum number of rows of a request for which messages have room, unless the coordinator announces more."""
+"""The maximum number of rows of a request that the worker can receive, unless the coordinator announces a larger
+number."""
 _MOST_AHEAD = 64
-"""The maximum number of experts to load ahead that wait; further ones are dropped."""
+"""The maximum number of announced experts that wait to be loaded; further announcements are dropped."""
 
 _log = logging.getLogger(__name__)
 
 
 class Served(NamedTuple):
-    """A model's experts on a worker, and the properties that must match the coordinator's."""
+    """The experts that a worker computes, and the properties of the model that must match the coordinator's."""
 
     alone: ExpertsAlone
     weights: str
     """The checksum of the checkpoint."""
     precision: str
     dtype: Any
-    """The dtype of rows: torch's; without torch, numpy's of the bits."""
+    """The data type of rows: torch's dtype, or without torch a numpy dtype that holds the bits."""
     dtype_name: str
     """The dtype's name in torch."""
 
@@ -62,7 +63,8 @@ class Served(NamedTuple):
 
 
 class AtHand(NamedTuple):
-    """Rows that are available at once. They replace a `Fetched`, which would have to be waited for."""
+    """The hidden states of a request, which are already in memory. This class has the interface of `Fetched`, for rows
+    that must be waited for."""
 
     rows: Any
     is_from_device: bool = False
@@ -75,19 +77,20 @@ class WorkerProcess(Talking):
     """The thread of a worker's connection to the coordinator."""
 
     def __init__(self, me: Worker, served: Served, on_change: Callable[[str], None] = lambda _: None) -> None:
-        """`on_change` receives messages: that the worker is admitted, or has lost the coordinator."""
+        """`on_change` is called with a message for the user when the worker is admitted or has lost the coordinator."""
         super().__init__(me, on_change)
         self._served = served
         self._experts = {layer: held.experts for layer, held in served.alone.store.layers.items()}
         self._rows = RowFormat(served.alone.hidden, served.dtype, PLANNED_ROWS).fitting
         self._ahead = ThreadPoolExecutor(1, "smoe-ahead")
         self._coming = set[Future[None]]()
-        """Loads of experts in advance that have not ended."""
+        """Loads of announced experts that have not ended."""
         self._arithmetic: str | None = None
         """The kernels for few rows; None until a coordinator has sent them."""
         self._welcomes = 0
         self._ended = 0.0
-        """The time at which the last request was done. The time of the next request is counted from then on."""
+        """The time at which the last request was finished. The next request's duration is counted from this time if it
+        arrived earlier."""
 
     @property
     def _part_bytes(self) -> int:
@@ -138,8 +141,8 @@ class WorkerProcess(Talking):
                 self._fetch(key)
 
     def _must_make_room(self, fields: dict[str, Any]) -> bool:
-        """Return whether the coordinator's messages may be longer than this connection receives, so that it must be
-        opened again."""
+        """Note the coordinator's maximum number of rows. Return whether its messages may be longer than this connection
+        can receive, so that the connection must be opened again."""
         most = fields.get("rows")
         if type(most) is not int or most <= self._rows.most:
             return False

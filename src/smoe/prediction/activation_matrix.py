@@ -3,8 +3,9 @@
     matrix of a sequence   [L, E]: how often each layer chose each expert
     this sequence so far   ---> the nearest stored matrix ---> its counts in the next layer
 
-The similarity of two matrices is the cosine between their rows, averaged over all layers. A new sequence begins with a
-prompt. If a text is processed token by token without a prompt, its matrix covers all tokens so far.
+The similarity of two matrices is the cosine between their rows, averaged over all layers (one row is one layer). A new
+sequence begins with a prompt. If a text is processed token by token without a prompt, its matrix covers all tokens so
+far.
 
 Letters: L layers, E experts, M stored matrices, S running sequences.
 """
@@ -73,6 +74,6 @@ class ActivationMatrix(FittedPredictor):
 
 
 def _unit(rows: np.ndarray) -> np.ndarray:
-    """Return the rows scaled to length 1; rows of zeros are unchanged."""
+    """Return the rows divided by their length, so that each has length 1. Rows of zeros are unchanged."""
     found: np.ndarray = rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), 1e-12)
     return found.astype(np.float32)

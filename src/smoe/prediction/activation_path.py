@@ -29,7 +29,8 @@ class RoutedLayer(NamedTuple):
 
 
 class Paths(NamedTuple):
-    """The paths of many tokens. The tokens of a sequence are in their order."""
+    """The experts that were chosen for many tokens in every layer. The tokens of one sequence are in the order of the
+    text."""
 
     layers: tuple[RoutedLayer, ...]
     """The layers, ascending."""
@@ -46,8 +47,8 @@ class Paths(NamedTuple):
             yield self.chosen[self.sequence == self.sequence[place]]
 
     def split(self, share: float) -> tuple[Paths, Paths]:
-        """Return (the paths of the first tokens, those of the last tokens), where `share` is the fraction of last
-        tokens. Both have at least one token."""
+        """Return two sets of paths: those of the first tokens, and those of the last tokens. `share`: the fraction of
+        the tokens in the second set. Each set has at least one token."""
         cut = min(max(1, round(len(self.chosen) * (1 - share))), len(self.chosen) - 1)
         return self._replace(chosen=self.chosen[:cut], sequence=self.sequence[:cut]), self._replace(
             chosen=self.chosen[cut:], sequence=self.sequence[cut:]

@@ -13,8 +13,8 @@ from smoe.prediction.popularity import shares
 
 
 def affinity_of(paths: Paths) -> np.ndarray:
-    """Return [L-1, E, E], fitted on paths. Entry (l, i, j) is the fraction that expert j has of layer l+1's choices,
-    counting only tokens for which layer l chose expert i. It is 0 if i was never chosen."""
+    """Return [L-1, E, E], computed from recorded paths. Entry (l, i, j): among all choices that layer l+1 made for
+    tokens for which layer l chose expert i, the fraction that went to expert j. It is 0 if i was never chosen."""
     widest = max(layer.experts for layer in paths.layers)
     hot = (multi_hot(paths.chosen[:, n], widest) for n in range(len(paths.layers)))  # two at a time in memory
     return shares(np.stack([before.T @ after for before, after in pairwise(hot)]))

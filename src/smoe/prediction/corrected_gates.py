@@ -35,8 +35,8 @@ class CorrectedGates(Predictor):
         ranking: Ranking,
         depth: int,
     ) -> None:
-        """`corrections`: by (current layer, predicted layer). A pair without a correction is not predicted. `depth`:
-        the largest number of layers that are predicted."""
+        """`corrections`: {(current layer, predicted layer): correction}. A pair of layers without a correction is not
+        predicted. `depth`: the largest distance, in layers, between the two."""
         layers = [site.layer for site in sites]
         self._following = {
             layer: [after for after in layers[n : n + depth] if (layer, after) in corrections]
@@ -63,8 +63,8 @@ class CorrectedGates(Predictor):
         return (self._named(sight.layer, after, hidden, sight.rows) for after in self._following[sight.layer])
 
     def logits(self, layer: int, after: int, hidden: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """Return [T, E]: the predicted router logits of layer `after`, from the router input `hidden` [T, H] of
-        `layer`. `rows`: the rows that are predicted; None: all."""
+        """Return [T, E]: the predicted router logits of layer `after`, computed from the router input `hidden` [T, H]
+        of `layer`. `rows`: the rows to predict; None: all."""
         before = self._before.get(after)
         if before is not None and before.shape != hidden.shape:  # a new batch has begun
             before = None

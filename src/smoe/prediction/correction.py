@@ -46,7 +46,7 @@ class Correction(NamedTuple):
     slope: float
     """The change of the log odds that an expert is needed, for each unit of margin."""
     offset: float
-    """The log odds that an expert with margin 0 is needed."""
+    """The log odds that an expert on the border between chosen and not chosen (margin 0) is needed."""
 
     def logits(self, hidden: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
         """Return [T, E], the predicted logits, for the router input `hidden` [T, H] of this layer. `before`: [T, H],
@@ -56,7 +56,8 @@ class Correction(NamedTuple):
         return functional.linear(torch.cat([hidden, before], dim=-1), self.weight, self.bias)
 
     def probabilities(self, margins: torch.Tensor) -> torch.Tensor:
-        """Return the probabilities that experts with these margins are needed, in the same shape."""
+        """Return the probability that an expert is needed, for each of the `margins` (how far an expert is from not
+        being chosen), in the same shape."""
         return (margins * self.slope + self.offset).sigmoid()
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Correction:
@@ -66,8 +67,7 @@ class Correction(NamedTuple):
 
 
 def uncorrected(matrix: RouterMatrix) -> Correction:
-    """Return a router without any learned correction in the form of a `Correction`: every chosen expert counts as
-    needed."""
+    """Return a `Correction` that consists of the unchanged router; every chosen expert counts as needed."""
     weight = torch.cat([matrix.weight, torch.zeros_like(matrix.weight)], dim=-1)
     bias = weight.new_zeros(len(weight)) if matrix.bias is None else matrix.bias.to(weight.dtype, copy=True)
     return Correction(weight, bias, bias.clone(), 0.0, 30.0)

@@ -32,8 +32,8 @@ DROPOUT = 0.1
 def states(
     place: int, path: np.ndarray, layers: Sequence[RoutedLayer], popularity: np.ndarray, affinity: np.ndarray
 ) -> np.ndarray:
-    """Return the network's inputs s (equations 4 and 5) for the layer at index `place` (1 or more): [N, `state_width`]
-    float32.
+    """Return the inputs of the network (s in equations 4 and 5) for the layer at index `place`, which is 1 or more: [N,
+    `state_width`] float32.
 
     `path`: [N, place or more, K], the experts chosen by the layers before; `popularity`: [L, E]; `affinity`: [L-1, E,
     E].
@@ -56,7 +56,8 @@ def state_width(layers: Sequence[RoutedLayer]) -> int:
 
 
 def network(inputs: int, outputs: int, widths: Sequence[int] = WIDTHS) -> nn.Sequential:
-    """Return the untrained network in its form for training: [N, inputs] -> logits [N, outputs]."""
+    """Return the untrained network: [N, inputs] -> logits [N, outputs]. It contains batch norms, which `folded` removes
+    after training."""
     parts: list[nn.Module] = []
     for width in widths:
         parts += [nn.Linear(inputs, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(DROPOUT)]
@@ -65,8 +66,8 @@ def network(inputs: int, outputs: int, widths: Sequence[int] = WIDTHS) -> nn.Seq
 
 
 def nbytes_of(layers: Sequence[RoutedLayer]) -> int:
-    """Return the bytes of a fitted predictor in memory, before it is trained: the weights that `folded` returns, and
-    the arrays of popularity and affinity."""
+    """Return the bytes of memory that a trained predictor will take: the weights that `folded` returns, and the arrays
+    of popularity and affinity."""
     widest = max(layer.experts for layer in layers)
     with torch.device("meta"):
         parts = network(state_width(layers), widest)

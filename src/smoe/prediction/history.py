@@ -29,15 +29,16 @@ if TYPE_CHECKING:
 
 
 class HistoryInputs(NamedTuple):
-    """The inputs of such predictors if there is a trace but no model. The names are those of `PredictorInputs`."""
+    """The inputs of predictors that use only the routers' choices, for a recorded trace without a model. The names of
+    the fields are those of `PredictorInputs`."""
 
     routed_layers: tuple[RoutedLayer, ...]
     fitted: Fitted | None = None
 
 
 class FromHistory(Predictor):
-    """A predictor that uses only the experts chosen so far in this step, and what `_observe` stores. One thread at a
-    time may use it."""
+    """The base of predictors that use only the experts chosen so far in this step, and data that `_observe` stores. One
+    thread at a time may use it."""
 
     settings = ("prefetch_asked",)
 
@@ -71,14 +72,14 @@ class FromHistory(Predictor):
         return () if scores is None else (Prediction(layer.layer, best_first(scores[:, : layer.experts], layer.top_k)),)
 
     def _observe(self, place: int, phase: Phase, chosen: np.ndarray) -> None:
-        """Receive the choice of the router at `place` for the tokens of every sequence: [S, T / S, K], with E for
-        padding."""
+        """Receive the experts that the router of the layer at index `place` has chosen, for the tokens of every
+        sequence: [S, T / S, K], with E for padding."""
         del place, phase, chosen
 
     @abstractmethod
     def _scores(self, place: int, path: np.ndarray, rows: Sequence[int]) -> np.ndarray | None:
-        """Return scores [R, E] of the experts of the layer at `place`, higher for more probable experts; None if there
-        is no basis for a prediction.
+        """Return scores [R, E] of the experts of the layer at index `place`; a higher score means a more probable
+        expert. None if nothing is known from which to predict.
 
         `path`: [R, place, K], the earlier layers' choices for these rows in this step; `rows`: the rows' numbers.
         """
@@ -91,14 +92,15 @@ class FromHistory(Predictor):
 
 
 class FittedPredictor(FromHistory):
-    """A predictor that is fitted by counting recorded paths (`smoe tune --predictor`)."""
+    """A predictor whose parameters are computed from recorded paths (`smoe tune --predictor`)."""
 
     is_fitted = True
 
     @classmethod
     @abstractmethod
     def fit(cls, paths: Paths) -> dict[str, np.ndarray]:
-        """Return {argument of the constructor: array}, fitted on these paths, to be stored for the model."""
+        """Return the arrays computed from these paths, by the names of the constructor's arguments. They are stored for
+        the model."""
 
     @classmethod
     def of_fit(cls, layers: Sequence[RoutedLayer], tensors: Mapping[str, torch.Tensor]) -> FromHistory:

@@ -34,7 +34,7 @@ class PredictorInputs:
     what: str
     """Which of the predicted experts are worth a load (`policy.registry.PREFETCH_WHAT`)."""
     depth: int
-    """The largest number of later layers for which a predictor makes predictions."""
+    """The largest number of layers ahead that a predictor predicts."""
     corrections: Mapping[tuple[int, int], Correction] | None = None
     """The corrections of the predictor `corrected-gates`, by (current layer, predicted layer); None if none were
     learned."""

@@ -1,5 +1,5 @@
-"""The kinds of predictors whose own modules import torch: what they need, for commands that do not import torch, and
-how they are made."""
+"""Descriptions of the predictors whose own modules import torch. Each says what the predictor needs, for commands that
+do not import torch, and makes the predictor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class NextGateKind(PredictorKind):
-    """The kind of the predictor in `next_gate.py`."""
+    """The description of the predictor `next-gate` (`next_gate.py`), which is made without importing torch."""
 
     usual_recall = 0.78
 
@@ -32,7 +32,8 @@ class NextGateKind(PredictorKind):
 
 
 class LookAheadKind(PredictorKind):
-    """The kind of the predictor in `look_ahead.py`. Its recall is that of SMoE's paper (section VI-C)."""
+    """The description of the predictor `look-ahead` (`look_ahead.py`). Its recall is the one given in SMoE's paper
+    (section VI-C)."""
 
     asked = Moment.RESIDENTS_DONE
     can_compete = False
@@ -46,7 +47,7 @@ class LookAheadKind(PredictorKind):
 
 
 class StackedGatesKind(PredictorKind):
-    """The kind of the predictor in `stacked_gates.py`."""
+    """The description of the predictor `stacked-gates` (`stacked_gates.py`)."""
 
     needs_scores = True
     settings = ("prefetch_depth",)
@@ -67,7 +68,7 @@ class StackedGatesKind(PredictorKind):
 
 
 class CorrectedGatesKind(PredictorKind):
-    """The kind of the predictor in `corrected_gates.py`."""
+    """The description of the predictor `corrected-gates` (`corrected_gates.py`)."""
 
     needs_scores = True
     settings = ("prefetch_depth",)
@@ -96,7 +97,7 @@ class CorrectedGatesKind(PredictorKind):
 
 
 class DraftKind(PredictorKind):
-    """The kind of predictor that follows a draft model (`runtime/running_ahead.py`)."""
+    """The description of the predictor that follows a draft model (`runtime/running_ahead.py`)."""
 
     needs_scores = True
     settings = ("draft_precision", "draft_start", "draft_on", "draft_extra")
@@ -110,7 +111,7 @@ class DraftKind(PredictorKind):
 
 
 class ExpertMLPKind(PredictorKind):
-    """The kind of the predictor in `expert_mlp.py`, which `eval/train_expert_mlp.py` trains."""
+    """The description of the predictor in `expert_mlp.py`, whose network `eval/train_expert_mlp.py` trains."""
 
     settings = ("prefetch_asked",)
     is_fitted = True

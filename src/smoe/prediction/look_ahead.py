@@ -48,7 +48,8 @@ class LookAhead(Predictor):
         for station in self._stations.values():
             station.kind = kinds[station.number] if kinds else ""
         self.peeks = 0
-        """The number of predictions made by running a layer early; the next gate has made the others."""
+        """The number of predictions made by running a layer early. All other predictions were made by the predictor
+        `next-gate`."""
         self._first = next(iter(self._stations.values()), None)
         self._kwargs: dict[str, dict[str, Any]] = {}
         """The arguments of this pass for the decoder layers of each layer type."""
@@ -75,7 +76,8 @@ class LookAhead(Predictor):
         return (self._next_gate.named(there.layer, output, sight.rows),)
 
     def _let_go(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Forget the arguments at the end of a pass, so that its KV cache can be freed."""
+        """Delete the stored arguments of the decoder layers at the end of a pass, so that the pass's KV cache can be
+        freed."""
         self._kwargs.clear()
 
     def _note_arguments(self, station: _Station) -> Callable[..., None]:
@@ -90,14 +92,15 @@ class LookAhead(Predictor):
 
 
 class _PeekedError(Exception):
-    """Stops a decoder layer at its router; it contains the router's output."""
+    """Raised to stop a decoder layer at its router. It contains the router's output."""
 
     def __init__(self, output: tuple[Any, ...]) -> None:
         self.output = output
 
 
 class _Remembered(NamedTuple):
-    """The last input and output of a module, with torch's version counters of both tensors at that time."""
+    """The last input and output of a module, and how often each tensor had been written to (torch's version
+    counters)."""
 
     x: torch.Tensor
     x_version: int
@@ -105,14 +108,15 @@ class _Remembered(NamedTuple):
     output_version: int
 
     def answers(self, x: torch.Tensor) -> bool:
-        """Return whether the stored output is right for `x`: `x` is the same memory, in any shape, and neither `x` nor
-        the output was written to since."""
+        """Return whether the stored output is valid for the input `x`: `x` is the memory of the stored input, in any
+        shape, and neither the input nor the output has been written to since."""
         is_same = x.data_ptr() == self.x.data_ptr() and x.numel() == self.x.numel() and x._version == self.x_version
         return is_same and self.output._version == self.output_version
 
 
 class _Station:
-    """The modules of one MoE layer, and the tensors of the current pass that an early run needs."""
+    """One MoE layer that can be run early: its modules, and the tensors of the current pass that running it early
+    needs."""
 
     def __init__(self, modules: Mapping[str, nn.Module], site: ExpertsSite, router: str) -> None:
         path = site.name.split(".")
@@ -143,8 +147,8 @@ class _Station:
         self.decoder.register_forward_hook(self._prove)
 
     def install(self) -> None:
-        """Wrap the experts, which the engine has replaced, so that they can return a given output. Wrap the block's
-        other modules, so that they can return their last output."""
+        """Wrap the engine's experts so that they can return a given output. Wrap the other modules of the MoE block so
+        that they can return their last output."""
         served = self._experts.forward
 
         def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -156,15 +160,15 @@ class _Station:
                 child.forward = self._remembering(child, child.forward)  # type: ignore[method-assign]
 
     def begin(self, is_single: bool) -> None:
-        """Forget the tensors of the last pass. `is_single`: whether this pass has one new position; only then is it
-        observed."""
+        """Delete the tensors of the last pass. `is_single`: whether the new pass has one position; passes with more
+        positions are not observed."""
         self._is_single = is_single
         self._inputs.clear()
         self._memo.clear()
         self._given = self._residual = None
 
     def output_of(self, partial: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output if the output of its experts is `partial` [T, H]."""
+        """Return the output of the layer, computed with `partial` [T, H] in place of the output of its experts."""
         assert self._given is not None and self._residual is not None
         self._replay = partial
         try:
@@ -176,7 +180,7 @@ class _Station:
         return ahead
 
     def peek(self, hidden: torch.Tensor, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return the router's output if the layer's input is `hidden`."""
+        """Return the router's output for the layer input `hidden`, without computing the experts."""
         self._is_peeking = True
         try:
             with without_hooks(self._parts), _leaving(self._router):
@@ -188,8 +192,8 @@ class _Station:
         raise AssertionError("the layer ended without calling its router")
 
     def _note_child(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Store input and output of each child module. The one whose output is the block's input is the norm, and its
-        input is the residual."""
+        """Store the input and output of a child module. When the MoE block runs, the child whose output is the block's
+        input is the norm, and the norm's input is the residual."""
         if self._is_single and args and isinstance(output, torch.Tensor):
             self._inputs[output.data_ptr()] = (args[0], output)
 
@@ -207,8 +211,8 @@ class _Station:
             self._given_out = output[0] if isinstance(output, tuple) else output
 
     def _prove(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Test once, with the values of a regular pass, whether the layer has the expected structure. In later passes,
-        only release tensors."""
+        """Test once, with the values of a regular pass, whether the layer's output is the sum of its residual and its
+        block's output. In later passes, only release tensors."""
         if self._is_single and self.is_proven is None and self._residual is not None and self._given_out is not None:
             result = output[0] if isinstance(output, tuple) else output
             expected = self._residual + self._given_out
@@ -218,8 +222,8 @@ class _Station:
         self._memo.clear()
 
     def _remembering(self, child: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `forward` with a memory of its last output. The block runs twice on the same input, and its shared
-        experts and router need not.
+        """Return a replacement of `forward` that stores its last output and returns it when called with the same input.
+        The block runs twice on the same input, and its shared experts and router need not be computed twice.
 
         An output is computed again if it was written to since. It is also computed again if the module contains modules
         with hooks, since the hooks must be called in the regular pass.
@@ -256,7 +260,7 @@ def _leaving(router: nn.Module) -> Iterator[None]:
 
 
 def _is_rewritable(kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an early run of a layer leaves no trace: the KV cache is a `RowCache` whose layers write by
-    position."""
+    """Return whether running a layer early leaves no trace in the KV cache. This is so if the cache is a `RowCache`
+    whose layers write by position."""
     caches = [kwargs[name] for name in ("past_key_values", "past_key_value") if kwargs.get(name) is not None]
     return bool(caches) and all(isinstance(cache, RowCache) and cache.can_rewind for cache in caches)

@@ -64,13 +64,14 @@ class NextGate(Predictor):
         return self.alpha == 0 and self.thresholds == ALL_IMPORTANT
 
     def named(self, layer: int, output: tuple[Any, ...], rows: Sequence[int] | None = None) -> Prediction:
-        """Return the experts of a layer that are worth a load, best first, from its router's `output`. `rows`: the rows
-        that count; None: all.
+        """Return the experts of a layer that are worth a load, best first, computed from its router's `output`. `rows`:
+        the rows to consider; None: all.
 
-        Experts are ordered by their highest weight, or score, in any row; of equals the lowest number comes first.
-        Without substitution, all chosen experts are returned. With substitution, only experts predicted to be top-score
-        are (SMoE, second version), or all chosen ones (first version). If missing experts may be loaded as low copies,
-        the predicted importance decides between full copy, low copy and no load (HOBBIT, section 3.3).
+        Experts are ordered by their highest weight, or score, in any row; among equal experts the lowest number comes
+        first. Without substitution, all chosen experts are returned. With substitution, the second version of SMoE
+        returns only experts predicted to be top-score, and the first version all chosen ones. If missing experts may be
+        loaded as low-precision copies, the predicted importance decides between full copy, low-precision copy and no
+        load (HOBBIT, section 3.3).
         """
         if rows is not None:
             output = tuple(value[list(rows)] if isinstance(value, torch.Tensor) else value for value in output)

@@ -11,14 +11,15 @@ from smoe.prediction.history import FittedPredictor
 
 
 def popularity_of(paths: Paths) -> np.ndarray:
-    """Return [L, E], the fraction of its layer's choices that each expert has; zeros beyond a layer's own experts."""
+    """Return [L, E]: for each expert, the fraction of its layer's choices that went to it. Entries beyond a layer's
+    number of experts are zero."""
     widest = max(layer.experts for layer in paths.layers)
     counts = np.stack([multi_hot(paths.chosen[:, n], widest).sum(axis=0) for n in range(len(paths.layers))])
     return shares(counts)
 
 
 def shares(counts: np.ndarray) -> np.ndarray:
-    """Return each row divided by its sum; rows of zeros are unchanged."""
+    """Return each row of an array divided by its sum. Rows of zeros are unchanged."""
     found: np.ndarray = (counts / np.maximum(counts.sum(axis=-1, keepdims=True), 1.0)).astype(np.float32)
     return found
 

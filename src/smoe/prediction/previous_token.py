@@ -19,7 +19,8 @@ class PreviousToken(FromHistory):
     def __init__(self, layers: Sequence[RoutedLayer]) -> None:
         super().__init__(layers)
         self._last: dict[int, np.ndarray] = {}
-        """[S, K] the experts chosen for each sequence's last token, by the layer's place."""
+        """For each layer, by its index among the MoE layers: [S, K], the experts chosen for each sequence's last
+        token."""
 
     def _observe(self, place: int, phase: Phase, chosen: np.ndarray) -> None:
         experts = self.layers[place].experts

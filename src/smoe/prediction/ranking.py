@@ -12,17 +12,18 @@ from smoe.prediction.next_gate import NextGate
 
 
 class Ranking:
-    """Converts predicted logits to choices, as the model's routers do. Only the computing thread may use it."""
+    """Converts predicted router logits to chosen experts, by the scoring rules of the model's routers. Only the
+    computing thread may use it."""
 
     def __init__(self, rules: Mapping[int, ScoringRule], top_k: Mapping[int, int], next_gate: NextGate) -> None:
-        """`rules` and `top_k`: by layer, for every predicted layer. `next_gate`: decides which of the chosen experts
-        are worth a load."""
+        """`rules` and `top_k`: {predicted layer: scoring rule} and {predicted layer: K}. `next_gate`: the predictor
+        that decides which of the chosen experts are worth a load."""
         self._rules = rules
         self._top_k = top_k
         self._next_gate = next_gate
 
     def serve_with(self, predictor: Predictor) -> None:
-        """Use the substitution and importance thresholds of `predictor` from now on."""
+        """Decide by the substitution threshold and the importance thresholds of `predictor` from now on."""
         self._next_gate.alpha, self._next_gate.thresholds = predictor.alpha, predictor.thresholds
 
     def named(self, layer: int, logits: torch.Tensor) -> Prediction:
@@ -37,20 +38,21 @@ class Ranking:
         return self._next_gate.named(layer, (logits, weights, index))
 
     def margins(self, layer: int, logits: torch.Tensor) -> torch.Tensor:
-        """Return the function `margins` of the logits [T, E], by the rule of `layer`."""
+        """Return [T, E]: how far each expert is from the border between chosen and not chosen, for these logits [T, E]
+        and the scoring rule of `layer`."""
         return margins(self._rules[layer], self._top_k[layer], logits)
 
 
 _FAR = 1e4
-"""A margin that stands for certainty. It limits the margins of experts whose group is masked."""
+"""The largest margin that is returned. Experts whose group is masked would have an infinite one."""
 
 
 def margins(rule: ScoringRule, top_k: int, logits: torch.Tensor) -> torch.Tensor:
     """Return [T, E] in fp32: how far each expert is from the border between chosen and not chosen; positive for chosen
     experts.
 
-    The border is the middle between the last chosen expert and the first that is not chosen. The unit is that of the
-    logits; for a rule that does not rank by its scores, it is that of the values that are ranked.
+    The border is the middle between the last chosen expert and the first that is not chosen. Margins are differences of
+    logits. For a rule that does not rank by its scores, they are differences of the values that the rule ranks.
     """
     ranked = logits.float() if rule.ranks_by_scores else rule.choice(rule.scores(logits)).clamp(-_FAR, _FAR)
     best = ranked.topk(min(top_k + 1, ranked.shape[-1]), dim=-1).values

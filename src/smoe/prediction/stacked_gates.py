@@ -60,8 +60,8 @@ class StackedGates(Predictor):
         return (self._ranking.named(layer, of) for layer, of in logits.items())
 
     def logits(self, layer: int, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Return {layer: logits [T, E]} of the routers after `layer`, the nearest first, for its router input `hidden`
-        [T, H]."""
+        """Return {layer: logits [T, E]} of the routers after `layer`, the nearest layer first, computed from the router
+        input `hidden` [T, H] of `layer`."""
         following = self._following[layer]
         begin, end = self._begin[following[0]], self._begin[following[-1]] + self._experts[following[-1]]
         weight, bias = self._stack
@@ -72,8 +72,8 @@ class StackedGates(Predictor):
 
 
 def _stacked(matrices: Sequence[RouterMatrix], dtype: torch.dtype) -> RouterMatrix:
-    """Return the matrices one below the other, [sum of E, H]. If any router has a bias, the biases [sum of E] have
-    zeros for the others."""
+    """Return the routers' matrices one below the other, [sum of E, H], and their biases [sum of E]. Routers without a
+    bias have zeros. The biases are None if no router has one."""
     if not matrices:
         return RouterMatrix(torch.empty(0, 0), None)
     first = matrices[0].weight
