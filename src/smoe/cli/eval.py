@@ -223,8 +223,8 @@ def _no_alphas(given: str) -> ConfigError:
 
 
 def _usual_thresholds(config: EngineConfig) -> list[float]:
-    """Return the default thresholds: substitution from 0 to 0.6; for low copies only 0, because they have their own
-    thresholds."""
+    """Return the default thresholds: substitution from 0 to 0.6; for low-precision copies only 0, because they have
+    their own thresholds."""
     by_importance = config.has_low or config.skip_threshold < 1
     return [0.0] if by_importance or config.prices_answers else [n / 10 for n in range(7)]
 

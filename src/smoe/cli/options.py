@@ -106,8 +106,8 @@ class _Configurable:
     def config(self, sequences: int = 1) -> EngineConfig:
         """Return the engine's configuration for `sequences` prompts at once.
 
-        Without a preset, an alpha implies the smoe preset, a perplexity bound the balanced preset, and low copies the
-        hobbit preset.
+        Without a preset, an alpha implies the smoe preset, a perplexity bound the balanced preset, and low-precision
+        copies the hobbit preset.
         """
         if self.alpha and self.preset == "smoe-exact":
             raise ConfigError(

@@ -43,7 +43,7 @@ def tune_shares(
 
 
 def _read(model: str, engine: EngineOptions, text: Path | None, tokens: int) -> ImportanceProfile:
-    """Return the profile of a text that the model itself reads, without low copies and substitution."""
+    """Return the profile of a text that the model itself reads, without low-precision copies and substitution."""
     from dataclasses import replace
 
     from smoe.cli.console import progress

@@ -391,7 +391,7 @@ class RemoteUnit:
 
 
 def _own(named: Prediction) -> list[int]:
-    """Return the predicted experts except those predicted as low copies, which only the coordinator has."""
+    """Return the predicted experts except those predicted as low-precision copies, which only the coordinator has."""
     return [expert for expert in named.experts if expert not in named.low]
 
 

@@ -15,8 +15,9 @@ Within a layer, the cost is proportional to the square of the change of the expe
 resolutions (docs/log/substitution.md). The divergences of all trials give this factor for each layer. The changes,
 which have little noise, give the cost of each resolution and weight (`policy/prices.py`).
 
-Low copies do not count for the factor. They change so little that rounding to 16 bits, which any change causes in later
-layers, is larger than their own divergence. The cost of this rounding alone is measured too, and subtracted.
+Low-precision copies do not count for the factor. They change so little that rounding to 16 bits, which any change
+causes in later layers, is larger than their own divergence. The cost of this rounding alone is measured too, and
+subtracted.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class AnswerPrices:
     tokens: int
     """The number of tokens of the text."""
     has_low: bool
-    """Whether low copies were measured. Otherwise the table has the cost of dropping for them."""
+    """Whether low-precision copies were measured. Otherwise the table has the cost of dropping for them."""
     shown: Mapping[RouteTrial, Shown]
     """The results of all trials, by layer and resolution."""
 
@@ -185,7 +186,8 @@ class _Answering:
 
 
 def _output(experts: LayerExperts, index: torch.Tensor, weights: torch.Tensor, is_low: torch.Tensor) -> torch.Tensor:
-    """Return the experts' output. `is_low`: [T, K] whether a route is computed with the low copy of its expert."""
+    """Return the experts' output. `is_low`: [T, K] whether a route is computed with the low-precision copy of its
+    expert."""
     if not bool(is_low.any()):
         return experts.own(index, weights)
     own, low = (index.masked_fill(others, experts.no_expert) for others in (is_low, ~is_low))

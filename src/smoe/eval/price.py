@@ -98,8 +98,8 @@ def sweep(
     """Return the results of every threshold, 0 first. Results that `folder` has from an earlier run are used if its
     circumstances were the same.
 
-    If the model has low precision (experts, activations, low copies), every threshold is compared with the exact model,
-    which must have been measured into `folder` before.
+    If the model has low precision (experts, activations, low-precision copies), every threshold is compared with the
+    exact model, which must have been measured into `folder` before.
     """
     config: EngineConfig = model.offload.config  # type: ignore[union-attr,assignment]
     numbers = numbers_of(config)

@@ -96,7 +96,7 @@ class Quality:
     activations: str = EXACT.activations
     low: str = EXACT.low
     low_served: float = 0.0
-    """The fraction of expert uses that were computed with low copies."""
+    """The fraction of expert uses that were computed with low-precision copies."""
     left_out: float = 0.0
     """The fraction of expert uses that were dropped because of low importance."""
 

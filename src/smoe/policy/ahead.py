@@ -6,9 +6,9 @@
     asked       a layer's router has chosen its experts
     answered    a worker has computed experts
 
-A machine keeps an expert as long as experts that are needed sooner leave a slot for it. A missing expert is loaded as
-late as possible. It takes the slot of the predicted expert that is needed last, and only if that expert is needed later
-than itself: Belady's rule, with a draft model's predictions as the future.
+An expert stays in a machine's memory as long as experts that are needed sooner leave a slot for it. A missing expert is
+loaded as late as possible. It takes the slot of the predicted expert that is needed last, and only if that expert is
+needed later than the missing one: Belady's rule, with a draft model's predictions as the future.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from smoe.policy.plan import DEVICE
 _EARLY = 1.5
 """A load starts this many load durations before the expert is needed."""
 _WEIGHT = 0.02
-"""The weight of a new measurement in the decaying mean of a layer's seconds, if it exceeds the mean; a lower one
-replaces the mean."""
+"""The weight of a new measurement in the decaying mean of a layer's seconds, if the measurement exceeds the mean. A
+measurement below the mean replaces the mean."""
 
 
 class TokenLayer(NamedTuple):
-    """One layer of one token, whose experts are needed together: the unit of scheduling."""
+    """One layer of one token. The experts of this layer are needed together, so they are scheduled together."""
 
     position: int
     """The token's position in its text."""
@@ -38,7 +38,8 @@ class TokenLayer(NamedTuple):
 
 
 class Here(NamedTuple):
-    """The coordinator's own costs and capacity, as one of the machines that load experts."""
+    """The coordinator's own costs and capacity. The schedule treats the coordinator as one of the machines that load
+    experts."""
 
     load: Callable[[], float]
     """Returns the seconds that the coordinator takes to load an expert."""
@@ -51,8 +52,8 @@ class Here(NamedTuple):
 
 
 class AheadSchedule:
-    """Assigns the predicted experts of the current token and the next one to machines. Any thread may call it, if
-    `lock` is a real lock."""
+    """Assigns the predicted experts of the current and the next token to the machines of a cluster. Any thread may call
+    it if `lock` is a real lock."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class AheadSchedule:
         self._expected: dict[TokenLayer, tuple[int, ...]] = {}
         """Predicted experts, best first, of layers whose routers have not run."""
         self._groups: dict[TokenLayer, dict[ExpertKey, int]] = {}
-        """With round-robin placement: the worker for each expert of a layer."""
+        """With round-robin placement: for each layer, the worker that computes each expert."""
         self._asked: dict[ExpertKey, int] = {}
         """The experts that the last router chose and that are not computed yet, each with the machine assigned to
         it."""
@@ -98,8 +99,8 @@ class AheadSchedule:
         self._layer_seconds = 0.0
         self._asked_at = 0.0
         self._horizon = inf
-        """How many seconds before a layer its loads may start: `_EARLY` times the slowest load, and the time of a
-        message."""
+        """How many seconds before a layer runs the loads of its experts may start: `_EARLY` times the slowest load, and
+        the time of a message."""
 
     def begin(self, position: int, views: Callable[[], Sequence[WorkerView]], slots: Mapping[int, int]) -> None:
         """Start a forward pass at `position` of the text. `views` returns the workers' present states; `slots` is the
@@ -120,8 +121,8 @@ class AheadSchedule:
         return TokenLayer(self._now.position + is_next, layer)
 
     def turn(self, place: TokenLayer) -> int:
-        """Return the number of a token's layer in the order in which layers run, counted over layers with experts and
-        continued from token to token. Groups of workers take turns in this order."""
+        """Return the number of a token's layer in the order in which layers run. The numbers count layers with experts
+        only and continue from token to token. Groups of workers compute the layers in turn, by this number."""
         return place.position * len(self._turns) + self._turns.get(place.layer, -1)
 
     def expect(self, places: Mapping[TokenLayer, Sequence[int]]) -> None:
@@ -138,12 +139,13 @@ class AheadSchedule:
                 self._go_on()
 
     def withdraw(self, position: int) -> None:
-        """Drop the predictions for this position and later ones, because they were made for another text."""
+        """Drop the predictions for this position and later ones, because the text from this position on is another one
+        than predicted."""
         with self._lock:
             self._forget([place for place in self._expected if place.position >= position])
 
     def asked(self, layer: int, chosen: Collection[int]) -> None:
-        """Record the experts that a layer's router has chosen. Machines that hold them keep them until they are
+        """Record the experts that a layer's router has chosen. They stay in the machines that have them until they are
         computed."""
         with self._lock:
             self._note_pace()
@@ -155,7 +157,7 @@ class AheadSchedule:
             self._go_on()
 
     def answered(self, unit: int, keys: Iterable[ExpertKey]) -> None:
-        """Record that worker `unit` has computed `keys`."""
+        """Record that worker `unit` has computed the experts `keys`."""
         with self._lock:
             done = [key for key in keys if self._asked.get(key) == unit]
             for key in done:
@@ -176,8 +178,8 @@ class AheadSchedule:
             self._groups.pop(place, None)
 
     def _note_pace(self) -> None:
-        """Update the usual seconds of a layer at a router's choice. A layer that took longer than usual counts little,
-        since it may have waited for loads. The time between two tokens does not count."""
+        """Update the usual seconds of a layer when a layer's router has chosen. A layer that took longer than usual
+        counts little, since it may have waited for loads. The time between two tokens does not count."""
         now = self._clock()
         if self._asked_at:
             took = now - self._asked_at
@@ -191,7 +193,8 @@ class AheadSchedule:
         return self._method == "round-robin" or self._layer_seconds * steps <= self._horizon
 
     def _go_on(self) -> None:
-        """Assign the slots of all machines again, and send each machine with a new load its list of experts."""
+        """Assign the slots of all machines again. Send each machine that should load another expert its new list of
+        experts."""
         views = {view.unit: view for view in self._views()}
         if not views:
             return
@@ -241,7 +244,8 @@ class AheadSchedule:
                 yield place, key, group
 
     def _holder(self, key: ExpertKey, views: Mapping[int, WorkerView]) -> int | None:
-        """Return the machine that holds or loads an expert, a worker or the coordinator; None if there is none."""
+        """Return the machine, a worker or the coordinator, that has an expert in memory or is loading it; None if there
+        is no such machine."""
         unit_to_inform = self._assigned.get(key)
         if unit_to_inform is not None and (unit_to_inform in views or unit_to_inform == DEVICE):
             return unit_to_inform
@@ -251,11 +255,11 @@ class AheadSchedule:
         return unit in views and (self._assigned.get(key) == unit or key in views[unit].holds)
 
     def _first(self, place: TokenLayer, views: Mapping[int, WorkerView], shelves: Mapping[int, _Shelf]) -> int | None:
-        """Return the machine that should load an expert of this layer now; None if it is too early.
+        """Return the machine that should load an expert of this layer now; None if it is too early for all machines.
 
-        Of the workers that would finish in time, the one is chosen whose evicted expert is needed last (never, for a
-        free slot). If none would, the machine that finishes first is chosen. A worker that is still reading other
-        experts is considered for the next layer only.
+        Of the workers that would finish in time, the one is chosen whose evicted expert is needed last (a free slot
+        counts as an expert that is never needed). If no worker would finish in time, the machine that finishes first is
+        chosen. A worker that is still reading other experts is considered for the next layer only.
         """
         turn, now = self.turn(place), self._clock()
         left = self._layer_seconds * (turn - self.turn(self._now))
@@ -283,7 +287,7 @@ class AheadSchedule:
 
 
 class _Shelf:
-    """The assignment of one machine's slots, as `AheadSchedule` makes it."""
+    """The slots of one machine while `AheadSchedule` assigns them: which expert each slot will have."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -298,14 +302,15 @@ class _Shelf:
         return [*self.taken, *self._held][: self._size]
 
     def hold(self, turn: float, key: ExpertKey) -> None:
-        """Reserve a slot for an expert in memory that layer number `turn` needs. If the expert has a slot already,
-        nothing changes."""
+        """Reserve a slot for an expert in memory that layer number `turn` needs. If the expert has a reserved slot
+        already, nothing changes."""
         if key not in self.taken:
             self._held.setdefault(key, turn)
 
     def gives_up(self, turn: float) -> float | None:
-        """Return the number of the layer that needs the expert which a new load for layer number `turn` would evict.
-        Return infinity if a slot is free, and None if all experts in the slots are needed as soon."""
+        """Return how late the expert is needed that would be evicted by a new load for layer number `turn`: the number
+        of the layer that needs it. Return infinity if a slot is free, and None if all experts in the slots are needed
+        at least as early as the new one."""
         if len(self.taken) + len(self._held) < self._size:
             return inf
         if not self._held or len(self.taken) >= self._size:
@@ -314,8 +319,8 @@ class _Shelf:
         return last if last > turn else None
 
     def take(self, key: ExpertKey) -> None:
-        """Assign a slot to an expert that is to be loaded; if no slot is free, that of the expert that is needed
-        last."""
+        """Assign a slot to an expert that is to be loaded. If no slot is free, the expert in memory that is needed last
+        loses its slot."""
         if len(self.taken) + len(self._held) >= self._size:
             self._held.popitem()
         self.taken.append(key)

@@ -1,4 +1,5 @@
-"""Resolves the misses of decode steps within a budget of quality or time, and adds up what is spent.
+"""Resolves the misses of decode steps within a limit of quality or time, and adds up the quality cost and the time
+spent.
 
     router's choice -> missing experts -> a resolution for each (`answers.py`), from quality costs (`prices.py`) and a
                        rate (`quality_budget.py`) -> the routing with substitutes, low copies and dropped routes
@@ -23,18 +24,18 @@ from smoe.routing import Routing, real_rows
 
 
 class Answered(NamedTuple):
-    """The result of resolving one layer's misses."""
+    """The resolutions of one layer's misses: the routing that results from them, and the routes that were changed."""
 
     routing: Routing
     """The routing with substitutes, and with the index E for dropped routes. Its field `low` names the experts that are
-    computed with their low copies."""
+    computed with their low-precision copies."""
     selection: Selection
     """The routes that a substitute computes, and the dropped routes."""
     assigned: Assigned
 
 
 class Assigned(NamedTuple):
-    """The resolution of each missing expert. The planner uses it in the same way as a `Balance`."""
+    """The resolution of each missing expert, in the form in which the planner uses a `Balance`."""
 
     answers: dict[int, Resolution]
     """{expert: resolution}, the most important expert first."""
@@ -50,7 +51,7 @@ class Assigned(NamedTuple):
 
 
 class Answering:
-    """Resolves the misses of each layer, within a budget that spans layers and steps."""
+    """Resolves the misses of each layer, within a limit on quality or time that all layers and steps share."""
 
     def __init__(self, prices: PriceTable, budget: QualityBudget | TimeBudget) -> None:
         self._prices = prices
@@ -62,8 +63,8 @@ class Answering:
         """Predicted seconds of waiting for missing experts in this step."""
 
     def answer(self, routing: Routing, table: SlotTable, costs: AnswerCosts) -> Answered:
-        """Return the resolutions of one layer's misses in a decode step, and record what they cost. `routing` must have
-        scores and weights; `table` says which experts are resident."""
+        """Return the resolutions of one layer's misses in a decode step, and record their quality cost and seconds.
+        `routing` must have scores and weights; `table` is the slot table, which records the resident experts."""
         if routing.layer <= self._layer:
             self._begin_step(routing)
         self._layer = routing.layer
@@ -81,7 +82,7 @@ class Answering:
         return Answered(applied(selection, routing)._replace(low=low), selection, Assigned(chosen.served))
 
     def note_step(self, seconds: float) -> None:
-        """Record the duration of a decode step, to which a time budget adapts."""
+        """Record the duration of a decode step. A limit of time adapts to it."""
         if isinstance(self._budget, TimeBudget):
             self._budget.note(seconds, self.waited_seconds)
 

@@ -1,4 +1,4 @@
-"""Chooses a resolution for every missing expert of a layer: load, CPU, low copy, substitute or drop.
+"""Chooses a resolution for every missing expert of a layer: load, CPU, low-precision copy, substitute or drop.
 
     resolution    seconds on the link         seconds on the CPU    quality cost      applies to
     HIGH          costs.high                                        0                 all routes of the expert
@@ -43,8 +43,8 @@ from smoe.policy.substitution import Replacement
 EXACT_UP_TO = 8
 """The largest number of missing experts for which all combinations are compared."""
 BARE_UP_TO = 2
-"""The largest number of bare tokens for which all choices of their remaining experts are compared. In larger batches,
-each bare token keeps the route that costs least by itself."""
+"""The largest number of bare tokens (tokens that miss all of their experts) for which all choices of their remaining
+experts are compared. In larger batches, each bare token keeps the route whose removal or replacement costs least."""
 SHARES_TRIED = 3
 """A low load may overlap with the CPU's work. Costs of 0, 1/3, 2/3 and all of its seconds are therefore tried."""
 
@@ -63,16 +63,16 @@ class AnswerCosts(NamedTuple):
     high: float
     """Seconds to load the full copy."""
     low: float | None = None
-    """Seconds to load the low copy; None if the model has no low copies."""
+    """Seconds to load the low-precision copy; None if the model has no low-precision copies."""
     host: float | None = None
     """Seconds for the CPU to compute an expert; None if the CPU is itself the device."""
     under_way: float = 0.0
     """Seconds until the loads in flight have ended."""
 
     def split(self, zero_priced: int, low: int) -> tuple[float, int]:
-        """Return (the least seconds that the layer waits, the number of experts for the CPU). `zero_priced` experts are
-        loaded or computed by the CPU, and `low` low copies are loaded. Among equally fast divisions, the one with most
-        loads is chosen."""
+        """Return (the least seconds that the layer waits, the number of experts for the CPU), if `zero_priced` experts
+        are loaded or computed by the CPU, and `low` low-precision copies are loaded. Among equally fast divisions
+        between link and CPU, the one with most loads is chosen."""
         link = self.under_way + zero_priced * self.high + low * (self.low or 0.0)
         host = self.host
         if host is None or not zero_priced:
@@ -101,7 +101,7 @@ class ResolvedMisses(NamedTuple):
     seconds: float
     """Predicted seconds that the layer waits."""
     wanted_nats: float
-    """The sum of the quality costs, in nats, of the plan that would be best without `limit`."""
+    """The sum of the quality costs, in nats, of the resolutions that would be best without `limit`."""
 
 
 NOTHING = ResolvedMisses({}, [], 0.0, 0.0, 0.0)
@@ -144,16 +144,16 @@ def choose(
 
 
 class _Option(NamedTuple):
-    """A possible resolution of one expert, with its costs."""
+    """A possible resolution of one missing expert, with its costs."""
 
     step: int
     """The amount by which this option increases the state of the dynamic programme (`ZERO_PRICED`): `ZERO_PRICED` for
-    HIGH and HOST, `LOW_LOAD` for a low copy that is loaded, 0 for an option that takes no time."""
+    HIGH and HOST, `LOW_LOAD` for a low-precision copy that is loaded, 0 for an option that takes no time."""
     price: float
     keeps: int = 0
     """The bits of the bare tokens that have an expert if this option is chosen."""
     answer: Resolution | None = None
-    """HIGH for HIGH or HOST, LOW for a low copy; None if each route is replaced or dropped separately."""
+    """HIGH for HIGH or HOST, LOW for a low-precision copy; None if each route is replaced or dropped separately."""
     taken: Sequence[bool] = ()
     """For each route, whether a substitute computes it; otherwise the route is dropped."""
 
@@ -167,14 +167,14 @@ _TAKEN, _LEFT_OUT = (True,), (False,)
 
 
 def _importance(entry: Missing) -> tuple[float, int, int]:
-    """Return a sort key of a missing expert; the most important expert has the lowest key."""
+    """Return a sort key of a missing expert: the more important the expert, the lower the key."""
     routes = entry.routes
     weight = routes[0].weight if len(routes) == 1 else max(route.weight for route in routes)
     return -weight, -len(routes), entry.expert
 
 
 def _bare(missing: Sequence[Missing], top_k: int) -> dict[int, int]:
-    """Return {token: bit} of the tokens that miss all of their experts."""
+    """Return {token: bit} for the tokens that miss all of their experts; each gets a bit of its own."""
     counts = Counter(route.token for entry in missing for route in entry.routes)
     return {token: FIRST_BARE << n for n, token in enumerate(token for token in counts if counts[token] == top_k)}
 
@@ -201,11 +201,11 @@ def _options(
     bare: Mapping[int, int],
     protected: Container[tuple[int, int]],
 ) -> list[_Option]:
-    """Return the possible resolutions of one expert that can be part of the best plan. Of two options that take the
+    """Return the resolutions of one expert that can be part of the best combination. Of two resolutions that take the
     same time, the one of lower quality cost comes first.
 
-    An option is left out if its quality cost exceeds the most that another option can cost. A load costs at most its
-    own seconds and those of the loads in flight; the CPU costs at most the seconds of one expert.
+    A resolution is left out if its quality cost exceeds the most that another resolution can cost. A load costs at most
+    its own seconds and those of the loads in flight; the CPU costs at most the seconds of one expert.
     """
     keeps = 0
     if bare:
@@ -270,8 +270,8 @@ def _substitute_price(route: Route, prices: LayerPrices) -> float:
 
 
 _Way: TypeAlias = "tuple[float, _Way | None, _Option]"
-"""The cheapest sequence of options that leads to a state: (quality cost, the sequence for the previous experts, the
-last expert's option)."""
+"""The cheapest sequence of options, one for each expert so far, that leads to a state of the dynamic programme:
+(quality cost, the sequence for the experts before the last, the last expert's option)."""
 
 
 def _together(
@@ -282,8 +282,8 @@ def _together(
     limit: float,
     bare: int,
 ) -> ResolvedMisses:
-    """Return the best plan of all combinations of the experts' `options`, by dynamic programming. A state is a number
-    whose bits are described at `FIRST_BARE`. `bare` is the number of bare tokens."""
+    """Return the best of all combinations of the experts' `options`, by dynamic programming. A state is a number whose
+    bits are described at `FIRST_BARE`. `bare` is the number of bare tokens, which miss all of their experts."""
     states: dict[int, _Way] = {0: (0.0, None, _EXACT)}
     for ways in options:
         reached: dict[int, _Way] = {}
@@ -308,7 +308,7 @@ def _together(
 
 
 def _cheapest(states: Sequence[tuple[int, float]], costs: AnswerCosts, rate: float) -> int:
-    """Return the state of least cost from pairs (state, quality cost in nats); among equals, the first."""
+    """Return the state of least cost among the pairs (state, quality cost in nats); of equal costs, the first state."""
     best, best_state = inf, -1
     for state, price in states:
         priced = rate * price
@@ -320,9 +320,9 @@ def _cheapest(states: Sequence[tuple[int, float]], costs: AnswerCosts, rate: flo
 
 
 def _by_worth(options: Sequence[Sequence[_Option]], costs: AnswerCosts, rate: float) -> list[_Option]:
-    """Return one option for each expert. The experts whose cheapest lossy option costs most are exact, and the others
-    lossy; the number of exact ones is the best. Several assumed costs of a low load are tried. Without a CPU the result
-    is the optimum."""
+    """Return one option for each expert. The experts whose cheapest lossy option costs most get exact options, the
+    others lossy ones; the best number of exact options is searched for. Several assumed costs of loading a
+    low-precision copy are tried. Without a CPU the result is the optimum."""
     best: tuple[float, float] = (inf, inf)
     best_picked: list[_Option] = []
     for low in _prices_of_a_low_load(costs):
@@ -355,7 +355,8 @@ def _by_worth(options: Sequence[Sequence[_Option]], costs: AnswerCosts, rate: fl
 
 
 def _prices_of_a_low_load(costs: AnswerCosts) -> Iterator[float]:
-    """Yield the assumed seconds by which a low load delays the layer; infinite: low copies are not loaded."""
+    """Yield the costs to assume for loading a low-precision copy, as seconds by which it delays the layer. Infinite
+    means that low-precision copies are not loaded."""
     yield inf
     if costs.low is not None:
         yield costs.low
@@ -366,7 +367,7 @@ def _prices_of_a_low_load(costs: AnswerCosts) -> Iterator[float]:
 def _answered(
     missing: Sequence[Missing], picked: Sequence[_Option], costs: AnswerCosts, wanted_nats: float | None = None
 ) -> ResolvedMisses:
-    """Return the plan that consists of one picked option for each missing expert."""
+    """Return the resolutions that consist of the picked option of each missing expert."""
     served: dict[int, Resolution] = {}
     replacements: list[Replacement] = []
     nats = 0.0

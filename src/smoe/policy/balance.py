@@ -90,7 +90,7 @@ def paper(host: Sequence[float], costs: Costs) -> int:
 
 def optimal(host: Sequence[float], costs: Costs) -> int:
     """Return the number of experts to load that makes the layer fastest by equation 4, including loads in flight. Among
-    equals it is the largest. `host`: CPU seconds of every missing expert, most important first.
+    equally fast numbers it is the largest. `host`: CPU seconds of every missing expert, most important first.
 
     Algorithm 2 of the paper is not optimal. For example, with a load of 3 seconds and one expert that the CPU computes
     in 1 second, it loads the expert because the link is idle.
@@ -125,15 +125,16 @@ BALANCE_ORDER = ("score", "tokens")
 
 
 class Sharing(Protocol):
-    """An object that divides one layer's misses between loads and units that compute in parallel with the device."""
+    """The interface of an object that divides one layer's misses between loads and compute units that work in parallel
+    with the device."""
 
     def split(self, missing: Sequence[Serve], routing: Routing) -> tuple[list[Serve], list[Serve]]:
-        """Return (experts to load, most important first; other experts, each with its unit), for the misses of a decode
-        step."""
+        """Return the division of a decode step's misses: (experts to load, most important first; the other experts,
+        each with the unit that computes it)."""
 
     def split_prompt(self, missing: Sequence[Serve], ahead: int) -> dict[ExpertKey, int]:
-        """Return {expert: unit} of a prompt's missing experts that other units compute. `ahead`: the number of loads
-        that are necessary in any case."""
+        """Return {expert: unit} for the missing experts of a prompt that other compute units compute. `ahead`: the
+        number of loads that are necessary in any case."""
 
     @property
     def takes_all(self) -> bool:
@@ -170,7 +171,7 @@ class Balance(NamedTuple):
 
     @property
     def takes_all(self) -> bool:
-        """Always false: the prompt's experts that become resident are loaded."""
+        """Always false: the experts of a prompt that become resident are loaded, not computed by the CPU."""
         return False
 
 

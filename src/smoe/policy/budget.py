@@ -13,8 +13,8 @@ If layers have experts of different sizes, as in a file of several formats, ther
 a *slot class*, gets the minimum that its layers need and a part of the remaining bytes, so that all classes can hold
 the same fraction of their experts.
 
-Low copies (HOBBIT) have slot classes of their own. They get a given fraction of the bytes for slots, but at least what
-one token needs.
+Low-precision copies (HOBBIT) have slot classes of their own. They get a given fraction of the bytes for slots, but at
+least what one token needs.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from smoe.units import format_bytes
 MIN_STAGING_SLOTS = 2
 MAX_STAGING_SLOTS = 8
 STAGING_SHARE = 0.05
-"""The fraction of the expert slots that are staging slots, within the two bounds above."""
+"""The fraction of the expert slots that are staging slots, within the bounds declared above."""
 _PARTS = 1 << 32
-"""The number of steps from a class's minimum number of slots to its maximum. It is so large that every number of slots
-between both occurs."""
+"""The number of steps in which `_pools` raises the number of slots of a class from its minimum to its maximum. It is so
+large that every number of slots between the two occurs."""
 _MOST_PARTS = _PARTS * 32
-"""The upper bound of `part` in `_pools`. Above `_PARTS`, the number of staging slots still grows."""
+"""The largest value of the argument `part` of `_pools`. Above `_PARTS`, the number of staging slots still grows."""
 _ALIKE = 1 / 16
 """Layers share a slot class if their experts differ by less than this fraction in size. A class of its own would need
 two more staging slots, and other layers could not use its slots."""
@@ -64,12 +64,12 @@ class SlotClass(NamedTuple):
 
     @property
     def least(self) -> int:
-        """The smallest number of slots with which a token can be computed."""
+        """The smallest number of slots of this class with which a token can be computed."""
         return self.top_k + (MIN_STAGING_SLOTS if self.passing is None else self.passing)
 
     @property
     def most(self) -> int:
-        """The number of slots with which every expert is resident; more have no use."""
+        """The number of slots with which every expert of these layers is resident. More slots have no use."""
         return self.experts + MAX_STAGING_SLOTS if self.passing is None else self.least
 
 
@@ -120,9 +120,9 @@ class Demand:
     draft_bytes: int = 0
     """Bytes of a draft model: its experts, activations and KV cache; it shares the model's other weights."""
     low: tuple[SlotClass, ...] = ()
-    """The slot classes of low copies; empty if there are no low copies."""
+    """The slot classes of low-precision copies; empty if there are no low-precision copies."""
     low_share: float = 0.0
-    """The fraction of the bytes for slots that low copies get."""
+    """The fraction of the bytes for slots that low-precision copies get."""
     position_bytes: int = 0
     """Bytes of activations for each position of a step."""
     square_bytes: int = 0
@@ -143,7 +143,7 @@ class Demand:
 
     @property
     def all_classes(self) -> tuple[SlotClass, ...]:
-        """The slot classes of full copies, followed by those of low copies."""
+        """The slot classes of full copies, followed by those of low-precision copies."""
         return self.classes + self.low
 
     @property
@@ -176,8 +176,8 @@ class Demand:
         return sum(self.fixed_entries().values())
 
     def fixed_entries(self, embedding_on_disk: bool = False) -> dict[str, int]:
-        """Return {name: bytes} of the entries that do not depend on the number of slots, in the order in which they get
-        memory."""
+        """Return {name: bytes} of the budget's entries that do not depend on the number of slots, in the order in which
+        they get memory."""
         entries = {
             "non-expert weights": self.weights_bytes - (self.embedding_bytes if embedding_on_disk else 0),
             "workspace": self.workspace_bytes + self.step_bytes(self.step_tokens),
@@ -217,7 +217,8 @@ class Ledger:
         return self.demand.fixed_entries(self.embedding_on_disk)
 
     def lending(self) -> Ledger:
-        """Return the same ledger with spare slots, which hold experts while workspace and KV cache are not used."""
+        """Return the same ledger with spare slots. They use the memory of workspace and KV cache while that memory is
+        unused."""
         most = self.slots_after(0)
         pools = (pool._replace(spare=slots - pool.cache) for pool, slots in zip(self.pools, most, strict=True))
         return replace(self, pools=tuple(pools))
@@ -237,7 +238,7 @@ class Ledger:
 
     @property
     def slots_in_use(self) -> list[range]:
-        """For each pool, the numbers of its slots without the spare ones."""
+        """For each pool, the numbers of its slots, without the spare slots."""
         begins = accumulate((slots for slots, _ in self.sizes), initial=0)
         return [
             range(first, first + pool.cache + pool.staging) for first, pool in zip(begins, self.pools, strict=False)
@@ -261,7 +262,7 @@ class Ledger:
 
     @property
     def low_slots(self) -> int:
-        """The number of cache slots for low copies."""
+        """The number of cache slots for low-precision copies."""
         return sum(pool.cache for pool in self.pools if pool.form != EXACT)
 
     @property
@@ -275,7 +276,7 @@ class Ledger:
         return [(pool.cache + pool.staging + pool.spare, each.slot_bytes) for pool, each in pools]
 
     def entries(self) -> dict[str, int]:
-        """Return {name: bytes} of all entries, in the order in which they get memory."""
+        """Return {name: bytes} of all entries of the budget, in the order in which they get memory."""
         demand = self.demand
         entries = self._fixed_entries | {
             "staging": demand.slots_bytes([pool.staging for pool in self.pools]),
@@ -305,8 +306,8 @@ class Ledger:
 
     @property
     def spare(self) -> str:
-        """A phrase in place of `residents` for a cluster whose workers compute all experts while any worker is
-        connected."""
+        """A phrase for people, in place of `residents`, for a cluster whose workers compute all experts while any
+        worker is connected."""
         return (
             f"no experts resident while workers are connected (room for {self.cache_slots} without them){self._beside}"
         )
@@ -332,10 +333,10 @@ def allocate(budget_bytes: int, demand: Demand) -> Ledger:
 
 
 def share_out(room: int, classes: Sequence[SlotClass]) -> tuple[PoolSize, ...]:
-    """Return the number of slots of each class in `room` bytes.
+    """Return the number of slots of each class that fit in `room` bytes.
 
-    Each class gets its minimum, and the same fraction of the further slots that it can use. Bytes that a class cannot
-    use go to the others. If the minimum of all classes does not fit, every number is 0.
+    Each class gets its minimum, and the same fraction of the further slots that it can use. Bytes that one class cannot
+    use go to the other classes. If the minimum of all classes does not fit, every number is 0.
     """
     if room < least_bytes(classes):
         return tuple(PoolSize(0, 0, each.layers, each.form) for each in classes)
@@ -348,8 +349,8 @@ def share_out(room: int, classes: Sequence[SlotClass]) -> tuple[PoolSize, ...]:
 
 
 def _pools(part: int, classes: Sequence[SlotClass]) -> tuple[PoolSize, ...]:
-    """Return the number of slots of each class: its minimum, and `part` / `_PARTS` of its further slots, at most one
-    for each expert. No number falls as `part` grows."""
+    """Return the number of slots of each class: its minimum, and the fraction `part` / `_PARTS` of the slots between
+    minimum and maximum, at most one for each expert. No number falls as `part` grows."""
     pools = []
     for each in classes:
         slots = each.least + part * (each.most - each.least) // _PARTS

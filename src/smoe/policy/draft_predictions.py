@@ -29,7 +29,7 @@ class Expected(NamedTuple):
 
 
 class TokenStep(NamedTuple):
-    """The step that decodes one token: the token, and where it is."""
+    """The step that decodes one token: the token, its position and its text."""
 
     token: int
     position: int
@@ -49,7 +49,7 @@ class DraftPredictions:
         """Predictions by step and layer."""
 
     def __contains__(self, step: TokenStep) -> bool:
-        """Return whether the draft model has started this step."""
+        """Return whether there are predictions of this step, because the draft model has started it."""
         return step in self._predicted
 
     def ask(self, step: TokenStep) -> None:
@@ -77,8 +77,8 @@ class DraftPredictions:
         self._predicted.pop(step, None)
 
     def add(self, step: TokenStep, expected: Expected) -> bool:
-        """Add the prediction for one layer of `step`. Return whether the model needs it; false also if the step was
-        dropped."""
+        """Add the prediction for one layer of `step`. Return whether the model needs the prediction. It does not need
+        it if it decodes another token, or if the step was dropped."""
         predicted, is_wanted = self._predicted.get(step), self.wants(step)
         if predicted is None:
             return False
@@ -93,7 +93,7 @@ class DraftPredictions:
         return asked is not None and (step == asked or self._is_after(step, asked))
 
     def predicted(self) -> tuple[list[Expected], list[Expected]]:
-        """Return (the predictions so far for the token that the model decodes, those for the next token)."""
+        """Return two lists of predictions so far: for the token that the model decodes now, and for the next token."""
         asked = self.asked
         if asked is None:
             return [], []

@@ -23,11 +23,11 @@ _ROUNDING = 1e-6
 
 
 class Thresholds(NamedTuple):
-    """Two bounds of an expert's unimportance s, with 0 <= `low` <= `skip` <= 1. Since s is at most 1, a bound of 1 has
-    no effect."""
+    """The thresholds T1 and T2 of an expert's unimportance s, with 0 <= `low` <= `skip` <= 1. Since s is at most 1, a
+    threshold of 1 has no effect."""
 
     low: float = 1.0
-    """T1: an expert with larger s is loaded as a low copy."""
+    """T1: an expert with larger s is loaded as a low-precision copy."""
     skip: float = 1.0
     """T2: an expert with larger s is dropped."""
 
@@ -36,8 +36,8 @@ ALL_IMPORTANT = Thresholds()
 
 
 def unimportance(weights: Sequence[float]) -> list[float]:
-    """Return the unimportance of each of one token's choices: the sum of the weights that are larger. Of equal weights,
-    the first counts as larger.
+    """Return the unimportance of each expert that one token has chosen: the sum of the token's larger routing weights.
+    Of equal weights, the first counts as larger.
 
     `weights`: [K], scaled to sum 1.
     """
@@ -64,8 +64,8 @@ def least_unimportance(routing: Routing) -> dict[int, float]:
 
 
 def graded(routing: Routing, thresholds: Thresholds) -> tuple[Routing, frozenset[int]]:
-    """Return (the routing whose field `low` names the experts for which a low copy suffices, the experts that should be
-    dropped if they are missing)."""
+    """Return the routing and a set of experts. The field `low` of the routing contains the experts for which a
+    low-precision copy suffices. The set contains the experts to drop if they are missing."""
     least = least_unimportance(routing)
     low = frozenset(expert for expert, value in least.items() if value > thresholds.low + _ROUNDING)
     skip = frozenset(expert for expert in low if least[expert] > thresholds.skip + _ROUNDING)
@@ -81,6 +81,6 @@ def without(routing: Routing, gone: frozenset[int]) -> Routing:
 
 
 def scaled(weights: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return the rows, each scaled to sum 1; rows of zeros are unchanged."""
+    """Return the rows of an array, each divided by its sum; rows of zeros are unchanged."""
     sums = [sum(row) or 1.0 for row in weights]
     return [[weight / total for weight in row] for row, total in zip(weights, sums, strict=True)]

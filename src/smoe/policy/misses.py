@@ -10,7 +10,7 @@ from smoe.routing import Routing
 
 
 class Route(NamedTuple):
-    """One (token, choice) pair whose expert is missing."""
+    """One (token, choice) pair whose expert is missing, and a possible substitute."""
 
     token: int
     choice: int
@@ -30,12 +30,12 @@ class Missing(NamedTuple):
     expert: int
     routes: Sequence[Route]
     low_is_here: bool = False
-    """Whether the expert's low copy is resident."""
+    """Whether the expert's low-precision copy is resident."""
 
 
 def missing_experts(routing: Routing, at_hand: Container[int], low_here: Container[int] = ()) -> list[Missing]:
-    """Return the chosen experts that are not `at_hand`, each route with a possible substitute. `low_here`: the experts
-    whose low copies are resident. `routing` must have scores and weights.
+    """Return the chosen experts that are not `at_hand` (neither in memory nor in flight), each route with a possible
+    substitute. `low_here`: the experts whose low-precision copies are resident. `routing` must have scores and weights.
 
     Substitutes are experts at hand that the token has not chosen. Each is proposed for one route of the token. The
     substitute of highest score is proposed for the route of lowest weight, because that route is replaced first.
@@ -58,8 +58,8 @@ def missing_experts(routing: Routing, at_hand: Container[int], low_here: Contain
 
 
 def _substitutes(scores: Sequence[float], chosen: Sequence[int], at_hand: Container[int]) -> Iterator[int]:
-    """Yield the experts at hand that the token has not chosen, highest score first; of equal scores the lower number
-    first."""
+    """Yield the experts of `at_hand` that the token has not chosen, highest score first; of equal scores the lower
+    expert number first."""
     for expert in sorted(range(len(scores)), key=scores.__getitem__, reverse=True):
         if scores[expert] == -inf:  # masked by the router, as are all experts after it
             return
@@ -68,5 +68,5 @@ def _substitutes(scores: Sequence[float], chosen: Sequence[int], at_hand: Contai
 
 
 def _gap(score: float, of_substitute: float) -> float:
-    """Return how much lower the substitute's score is, as a fraction of `score` (0 to 1)."""
+    """Return how much lower the substitute's score is than `score`, as a fraction of `score` (0 to 1)."""
     return min(max((score - of_substitute) / score, 0.0), 1.0) if score > 0.0 else 1.0

@@ -23,11 +23,11 @@ paper."""
 
 
 _HARDLY = 0.1
-"""If two machines finish at times that differ by less than this fraction of a load, the times count as equal."""
+"""Two times at which machines finish count as equal if they differ by less than this fraction of a load's time."""
 
 
 class WorkerView(NamedTuple):
-    """What is known of a worker when a layer is planned. Times are in seconds."""
+    """The coordinator's numbers about one worker at the time when a layer is planned. Times are in seconds."""
 
     unit: int
     """The worker's number in plans (`Serve.unit`)."""
@@ -51,7 +51,8 @@ class WorkerView(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """The division of one layer's misses between the coordinator and its workers."""
+    """The rule and the numbers by which one layer's missing experts are divided between the coordinator and its
+    workers."""
 
     method: str
     """One of `PLACEMENT`: how missing experts are assigned."""
@@ -64,10 +65,11 @@ class Placement(NamedTuple):
     here_under_way: float
     """Seconds until the coordinator's loads in flight have ended."""
     turn: int
-    """The layer's number, counted over layers with experts and continued from token to token."""
+    """The layer's number in the order in which layers run, which continues from token to token and counts layers with
+    experts only."""
     here_costs_later: float = 0.0
-    """Seconds by which a load by the coordinator is worse than its duration, because experts loaded there are evicted
-    sooner than on workers and are missed again; negative if it is better."""
+    """Seconds by which a load on the coordinator is worse than its duration, because experts loaded there are evicted
+    sooner than on workers and are missed again. Negative if such a load is better."""
 
     @property
     def takes_all(self) -> bool:
@@ -75,8 +77,8 @@ class Placement(NamedTuple):
         return bool(self.workers) and self.here_load == inf
 
     def split(self, missing: Sequence[Serve], routing: Routing) -> tuple[list[Serve], list[Serve]]:
-        """Return (experts that the coordinator loads, most important first; experts for workers, each with its
-        worker)."""
+        """Return (the experts that the coordinator loads, most important first; the experts for workers, each with its
+        worker), for the missing experts of a decode step."""
         if not self.workers:
             return list(missing), []
         ranked = sorted(missing, key=lambda serve: importance(serve, routing, self.order))
@@ -135,7 +137,7 @@ class Placement(NamedTuple):
 
 def by_turns(keys: Sequence[ExpertKey], size: int, turn: int, workers: Sequence[WorkerView]) -> dict[ExpertKey, int]:
     """Return the worker of each of a layer's experts, by round-robin placement. `size`: K, the number of experts that a
-    token chooses. `turn`: the layer's number, which selects the group of workers.
+    token chooses. `turn`: the layer's number (`Placement.turn`), which selects the group of workers.
 
     A worker of the group that holds an expert, or to which it was announced, gets this expert. The others are assigned
     in ascending order, evenly to the workers. Experts after the first `size` of `keys` are extra predictions, and go to
@@ -160,8 +162,9 @@ def by_turns(keys: Sequence[ExpertKey], size: int, turn: int, workers: Sequence[
 
 
 def group(turn: int, size: int, workers: Sequence[int]) -> list[int]:
-    """Return the group of workers for layer number `turn`. Groups consist of `size` consecutive workers; remaining
-    workers are in no group. If there are too few workers for one group, return all."""
+    """Return the group of workers that computes layer number `turn` in round-robin placement. A group consists of
+    `size` consecutive workers; the remaining workers are in no group. If there are too few workers for one group,
+    return all workers."""
     groups = len(workers) // size if size else 0
     if groups == 0:
         return list(workers)

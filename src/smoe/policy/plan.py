@@ -2,7 +2,7 @@
 
 A plan for one layer of one step has a list of *serves* (computations of one expert each), executed in order, and a list
 of *loads*, started in order. A load whose slot is still used by a serve has to wait: `Load.after` is the number of
-serves that must be complete before. Loads with `after == 0` start at once.
+serves that must be complete before it starts. Loads with `after == 0` start at once.
 
     serves   s0   s1   s2   s3   s4 ...
     loads    l0 (after 0)   l1 (after 0)   l2 (after 2: uses the slot of s1) ...
@@ -16,14 +16,15 @@ from typing import NamedTuple
 from smoe.expert import ExpertKey
 
 DEVICE, HOST = 0, 1
-"""Numbers of units, which compute experts: the device, and the CPU of the device's machine, with experts in host
-memory."""
+"""The numbers of the compute units of one machine: the device, and the CPU of a machine with a device, which uses
+experts in host memory."""
 FIRST_WORKER = 2
 """The lowest unit number of a worker on another machine (`smoe.cluster`)."""
 
 
 class LoadReason(Enum):
-    """Why an expert is loaded: a layer needs it, it is predicted, or a low copy is replaced by the full one."""
+    """Why an expert is loaded: a layer needs it, it is predicted, or a low-precision copy is replaced by the full
+    one."""
 
     DEMAND = "demand"
     PREFETCH = "prefetch"
@@ -68,8 +69,8 @@ class Promotion(NamedTuple):
     key: ExpertKey
     victim: ExpertKey | None
     after: int = 0
-    """The number of serves of the plan that must be complete before. If it is above 0, the last of them is the copy's
-    own serve."""
+    """The number of serves of the plan that must be complete before the promotion. If it is above 0, the last of these
+    serves is the copy's own."""
 
 
 class LayerPlan(NamedTuple):
@@ -82,6 +83,6 @@ class LayerPlan(NamedTuple):
     hits: int
     """The number of used experts that were resident or in flight when the plan was made."""
     spare: dict[int, list[tuple[int, int]]]
-    """Staging slots that prefetches may use during this plan, by the first slot number of their pool. Each is a pair
-    (slot, the number of serves that must be complete before). For a pool that is not listed, all free staging slots may
-    be used; in decode no pool is listed."""
+    """The staging slots that prefetches may use during this plan, by the first slot number of their pool: pairs (slot,
+    the number of serves that must be complete before the slot is used). For a pool that is not listed, all free staging
+    slots may be used; in decode no pool is listed."""

@@ -22,14 +22,14 @@ def plan_decode(
     eviction: Eviction,
     balance: Sharing | Assigned | None,
 ) -> LayerPlan:
-    """Return the plan for one layer. Resident experts are computed first, then those in flight, then missing ones in
-    the order of their loads. `routes`: the routes of every expert that is used."""
+    """Return the plan for one layer of a decode step. Resident experts are computed first, then experts in flight, then
+    missing experts in the order of their loads. `routes`: the routes of every expert that is used."""
     ready_slots, inflight, staged = residency.ready, residency.inflight, residency.staged
     ready: list[Serve] = []
     waiting: list[Serve] = []
     missing: list[Serve] = []
     lower: list[Serve] = []
-    """Missing low copies."""
+    """The missing experts that are loaded as low-precision copies."""
     wanted_staged: list[ExpertKey] = []
     for key, positions in routes.items():
         if key in ready_slots:
@@ -63,8 +63,8 @@ def plan_decode(
 
 
 def _promote(wanted: Sequence[ExpertKey], free: deque[int], victims: deque[ExpertKey]) -> list[Promotion]:
-    """Return promotions of prefetched copies that this layer uses, as long as there are free cache slots or victims.
-    Entries that are used are removed from `free` and `victims`."""
+    """Return promotions of the prefetched copies that this layer uses, as long as there are free cache slots or
+    victims. Elements of `free` and `victims` that are used are removed."""
     promotions: list[Promotion] = []
     for key in wanted:
         if free:
@@ -83,8 +83,8 @@ def _loads(
     residency: SlotTable,
     promoted: set[ExpertKey],
 ) -> list[Load]:
-    """Return the loads of the missing experts: into free slots, then into victims' slots, then into slots of experts
-    that this plan computes earlier."""
+    """Return the loads of the missing experts. Free slots are used first, then the slots of victims, then the slots of
+    experts that this plan computes before the load."""
     loads: list[Load] = []
     slot_of: dict[ExpertKey, int] = {}
     form = missing[0].key[2] if missing else EXACT

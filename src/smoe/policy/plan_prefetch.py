@@ -1,5 +1,5 @@
 """Plans loads of experts before they are needed. Experts of later layers are prefetched into staging slots; in idle
-time, full copies are loaded into cache slots in place of low copies (upgrades)."""
+time, full copies are loaded into cache slots in place of low-precision copies (upgrades)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from smoe.routing import Routing
 
 def plan_prefetch(predictions: Iterable[Prediction], residency: SlotTable, current: LayerPlan) -> list[Load]:
     """Return the prefetches for the nearest layer with missing predicted experts, best first. `predictions` are in the
-    order of the layers; `current` is the plan that runs now, and whose serves `Load.after` counts.
+    order of the layers. `current` is the plan that runs now; `Load.after` counts the serves of this plan.
 
     A later layer is considered only if all predicted experts of the earlier ones are resident or in flight (HOBBIT,
     arXiv 2411.01433, section 3.3: adaptive depth). A prefetch evicts nothing, because it uses a free staging slot. If
@@ -39,8 +39,8 @@ def plan_prefetch(predictions: Iterable[Prediction], residency: SlotTable, curre
 def plan_upgrades(
     routing: Routing, current: LayerPlan, residency: SlotTable, eviction: Eviction, is_idle: bool
 ) -> list[Load]:
-    """Return loads of full copies into cache slots, for experts that low copies compute in this decode step. These
-    loads come after all loads for which the layer waits.
+    """Return loads of full copies into cache slots, for experts that low-precision copies compute in this decode step.
+    These loads come after all loads for which the layer waits.
 
     If the router's weights demand the full copy of an expert, it is loaded. Otherwise, if nothing else is read
     (`is_idle`), only the expert of highest worth is loaded, and only if its worth exceeds that of the evicted resident.
@@ -88,7 +88,7 @@ def _missing(prediction: Prediction, residency: SlotTable) -> list[ExpertKey]:
 
 def prefetch_slots(residency: SlotTable, current: LayerPlan, pool: SlotPool) -> list[tuple[int, int]]:
     """Return the staging slots of `pool` that a prefetch may use while the plan `current` runs, as pairs (slot, the
-    number of serves that must be complete before).
+    number of serves that must be complete before the slot is used).
 
     One staging slot more stays free, so that a layer whose prediction was wrong can always load its experts.
     """
@@ -105,5 +105,6 @@ def has_prefetch_slots(residency: SlotTable, current: LayerPlan) -> bool:
 
 
 def spare_slots(pool: SlotPool) -> list[tuple[int, int]]:
-    """Return the free staging slots of a pool as pairs (slot, 0): a prefetch may use them at once."""
+    """Return the free staging slots of a pool as pairs (slot, 0). The 0 means that a prefetch may use the slot at
+    once."""
     return [(slot, 0) for slot in pool.free_staging]

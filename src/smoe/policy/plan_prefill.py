@@ -30,9 +30,9 @@ def plan_prefill(
     balance: Sharing | None,
     keep: str,
 ) -> LayerPlan:
-    """Return the plan for one layer. `routes`: the routes of every expert that is used. `layer_share`: the number of
-    cache slots that the layer's full copies may fill; low copies may fill the same fraction of their slots. `keep`: one
-    of `PREFILL_KEEP`."""
+    """Return the plan for one layer of a prompt. `routes`: the routes of every expert that is used. `layer_share`: the
+    number of cache slots that the layer's full copies may fill; low-precision copies may fill the same fraction of
+    their slots. `keep`: one of `PREFILL_KEEP`, the rule by which experts stay resident."""
     layer, ready, inflight = routing.layer, residency.ready, residency.inflight
     forms = sorted({key[2] for key in routes})
     staying = _Staying(set(), {})
@@ -72,8 +72,8 @@ def plan_prefill(
 
 
 def _promotions(serves: Sequence[Serve], residency: SlotTable, staying: _Staying) -> list[Promotion]:
-    """Return the promotions. A prefetched copy for which a cache slot is free becomes resident at once. A copy that
-    replaces a resident becomes resident after its serve."""
+    """Return the promotions of copies that become resident. A prefetched copy for which a cache slot is free becomes
+    resident at once. A copy that replaces a resident becomes resident after its serve."""
     promotions: list[Promotion] = []
     for computed, serve in enumerate(serves, start=1):
         if serve.key in staying.instead:
@@ -84,7 +84,7 @@ def _promotions(serves: Sequence[Serve], residency: SlotTable, staying: _Staying
 
 
 class _Staying(NamedTuple):
-    """The experts that a prefill makes resident."""
+    """The experts of one layer that stay in memory after a prefill."""
 
     free: set[ExpertKey]
     """The experts that get free cache slots."""
@@ -154,8 +154,8 @@ def _pairs(
 
 
 def _share_out(serves: list[Serve], passing: Container[ExpertKey], missing: int, balance: Sharing) -> list[Serve]:
-    """Return the serves, with other units for some experts that do not become resident. Experts that do must be loaded
-    anyway."""
+    """Return the serves. Some experts that do not become resident are assigned to other compute units. Experts that
+    become resident must be loaded anyway, so the device computes them."""
     candidates = [serve for serve in serves if serve.key in passing]
     units = balance.split_prompt(candidates, missing - len(candidates))
     return [serve._replace(unit=units.get(serve.key, serve.unit)) for serve in serves]
@@ -169,7 +169,7 @@ def _staging_order(
     instead: Mapping[ExpertKey, ExpertKey],
 ) -> Iterator[tuple[int, int]]:
     """Yield staging slots in the order in which they become free while `serves` are computed, as pairs (slot, number of
-    serves complete before).
+    serves that must be complete before).
 
     First come the free staging slots. Then comes, serve by serve, the slot of each expert that does not become
     resident, or the slot of the resident that it replaces (`instead`). The caller gives the slots, in this order, to

@@ -4,8 +4,8 @@ computed.
 For each plan, the caller calls `adopt` once, `served` after every computed expert, and `arrive` or `fail` when a load
 ends, at any time. `Progress` calls `begin(load)` when the slot of a load is free.
 
-Engine and simulators execute plans only through this class, so their decisions cannot differ. Only what `begin` does is
-their own.
+Engine and simulators execute plans only through this class, so their decisions cannot differ. Only the function `begin`
+is their own.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ class Progress:
         self._layer: float = -math.inf
         """The layer of the last plan."""
         self._expected: set[ExpertKey] = set()
-        """The copies that the current pass over the layers has prefetched. Until its first `look_through`, those of the
-        last pass."""
+        """The copies that were prefetched during the current pass over the layers. Before the first `look_through` of a
+        pass, those that were prefetched during the previous pass."""
 
     def adopt(self, plan: LayerPlan) -> None:
-        """Start a plan: make the promotions that are due, store the later ones, and begin loads in their order."""
+        """Start a plan: make the promotions that are due now, store the later promotions, and begin loads in their
+        order."""
         self._layer = plan.layer
         self._staying = {promotion.key: promotion for promotion in plan.promotions if promotion.after}
         for promotion in plan.promotions:
@@ -104,8 +105,8 @@ class Progress:
             self._issue(computed)
 
     def withdraw(self, pool: SlotPool, count: int) -> list[int]:
-        """Take `count` cache slots of a pool out of use, free ones first, then those of the least valuable residents.
-        Return the slots. It must be called between plans, when no load is in flight."""
+        """Take `count` cache slots of a pool out of use: first free slots, then the slots of the least valuable
+        residents. Return the slots. It must be called between plans, when no load is in flight."""
         residents = [key for key in self.table.cached() if self.table.pool_of(key) is pool]
         if count > len(pool.free_cache):
             ranked = self.eviction.of_layer(residents[0][0])
@@ -145,7 +146,7 @@ class Progress:
         self._promoted.add(promotion.key)
 
     def _issue(self, computed: int) -> None:
-        """Begin the loads that may start after `computed` serves."""
+        """Begin the queued loads whose slots are free after `computed` serves of the plan."""
         queue = self._queue
         while queue and queue[0].after <= computed:
             load = queue.popleft()

@@ -30,7 +30,8 @@ class Moment(Enum):
     """The predictor runs after the layer's router, concurrently with the experts. Loads begin as soon as the prediction
     is ready. The predictor must not use modules of the model, since the computing thread uses them."""
     FIRST_DONE = "concurrently with the experts, loads after the first"
-    """The same as `CONCURRENT`, but loads begin when the first expert is computed (DuoServe-MoE, section 5.3)."""
+    """The predictor runs as with `CONCURRENT`, but loads begin when the first expert is computed (DuoServe-MoE, section
+    5.3)."""
 
 
 ASKED = {"before": Moment.ROUTED, "concurrent": Moment.CONCURRENT, "first-expert": Moment.FIRST_DONE}
@@ -58,7 +59,7 @@ class Prediction(NamedTuple):
     experts: Sequence[int]
     """The predicted experts, best first."""
     low: Container[int] = frozenset()
-    """The experts for which a low copy suffices, by their predicted importance."""
+    """The experts for which a low-precision copy suffices, by their predicted importance."""
     is_next: bool = False
     """Whether the prediction is for the next token, whose layers run after all layers of the current one."""
 
@@ -74,7 +75,7 @@ class Listener(Protocol):
 
 
 class PredictorKind:
-    """What a kind of predictor needs, known before an instance exists.
+    """The properties of a predictor that are known before the predictor is made.
 
     A predictor's class declares these attributes itself. If its module imports torch, a class of `prediction/kinds.py`
     declares them instead, for commands that do not import torch.
@@ -123,18 +124,18 @@ class Predictor(PredictorKind, ABC):
     alpha: float = 0.0
     """The substitution threshold of the model's layers. A predictor may leave out experts that would be substituted."""
     thresholds: Thresholds = ALL_IMPORTANT
-    """The importance thresholds of the model's layers, by which a predictor says that a low copy of an expert
+    """The importance thresholds of the model's layers, by which a predictor says that a low-precision copy of an expert
     suffices."""
     helpers: Sequence[Any] = ()
     """The predictor's threads, which are closed with the engine. They must not refer to the engine or its model."""
 
     @property
     def observes(self) -> bool:
-        """Whether it processes the routers' choices or inputs."""
+        """Whether the predictor processes the routers' choices or inputs."""
         return (type(self).observe, type(self).observe_input) != (Predictor.observe, Predictor.observe_input)
 
     def grade_by(self, alpha: float, thresholds: Thresholds) -> None:
-        """Use these thresholds from now on."""
+        """Decide by these importance thresholds from now on."""
         self.alpha, self.thresholds = alpha, thresholds
 
     def install(self) -> None:
@@ -146,8 +147,8 @@ class Predictor(PredictorKind, ABC):
         del listener
 
     def begin(self, ids: Any, cache: Any) -> None:
-        """Prepare for a forward pass. `ids`: its token ids [rows, new positions]; None if embeddings were given.
-        `cache`: the KV cache of earlier tokens; None without one."""
+        """Prepare for a forward pass. `ids`: the token ids of the pass [rows, new positions]; None if the pass gets
+        embeddings. `cache`: the KV cache of earlier tokens; None without one."""
         del ids, cache
 
     def observe(self, routing: Routing) -> None:

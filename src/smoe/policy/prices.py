@@ -16,14 +16,14 @@ from smoe.errors import ConfigError
 
 
 class Resolution(Enum):
-    """A way to deal with the routes of a missing expert."""
+    """A way to compute the routes of a missing expert, or to drop them."""
 
     HIGH = "high"
     """The full copy is loaded."""
     HOST = "host"
     """The CPU of a machine with a device computes the expert from the host tier."""
     LOW = "low"
-    """The low copy is used, loaded or resident (lossy)."""
+    """The low-precision copy is used, loaded or resident (lossy)."""
     SUBSTITUTE = "substitute"
     """A resident expert of similar score replaces the expert for the route (lossy)."""
     SKIP = "skip"
@@ -40,8 +40,8 @@ class LayerPrices(NamedTuple):
     """The quality cost of a dropped route, if the weights of the other routes stay unchanged."""
 
     def price(self, answer: Resolution, weight: float, gap: float = 0.0) -> float:
-        """Return the quality cost in nats of one route. `weight`: its fraction of the token's routing weight (0 to 1).
-        `gap`: how much lower the substitute's score is, as a fraction of the expert's score (0 to 1).
+        """Return the quality cost in nats of one route. `weight`: the route's fraction of the token's routing weight (0
+        to 1). `gap`: how much lower the substitute's score is, as a fraction of the expert's score (0 to 1).
 
         The rounding of an expert changes the layer's output in proportion to the weight, and the divergence of the next
         token's distribution is proportional to the square of the change. The cost of dropping grows slightly faster,
@@ -76,7 +76,8 @@ class PriceTable(NamedTuple):
 
     @classmethod
     def from_json(cls, value: Any) -> PriceTable:
-        """Return the table that `as_json` wrote. Raise `ConfigError` for anything else, and for negative costs."""
+        """Return the table from the JSON value that `as_json` made. Raise `ConfigError` for any other value, and for
+        negative costs."""
         try:
             layers = {int(layer): LayerPrices(**prices) for layer, prices in value["nats"].items()}
         except (TypeError, KeyError, ValueError, AttributeError) as error:

@@ -71,7 +71,8 @@ class _Rate:
 
 
 class QualityBudget:
-    """A bound of nats per token, which is exceeded at most by the shares of `BURST_TOKENS` tokens.
+    """A limit of nats per token. The tokens so far never spend more than (their number + `BURST_TOKENS`) times this
+    limit.
 
     In each step, call `begin_step`, then for every layer `choose(..., rate, limit=limit)` and `spend`.
     """
@@ -90,11 +91,12 @@ class QualityBudget:
 
     @property
     def rate(self) -> float:
-        """The rate in seconds per nat; infinite if nothing may be spent."""
+        """The rate in seconds per nat; infinite if no nats may be spent."""
         return self._rate.seconds_per_nat if self.nats_per_token else inf
 
     def begin_step(self, tokens: int) -> None:
-        """Adapt the rate to the spending of the last step, and add the shares of this step's tokens to the limit."""
+        """Adapt the rate to the spending of the last step, and add the nats that this step's tokens allow to the
+        limit."""
         if self._tokens and self.nats_per_token:
             self._rate.move(self._wanted / (self._tokens * self.nats_per_token) - 1.0, self._tokens)
         self._tokens, self._wanted = tokens, 0.0
@@ -115,8 +117,8 @@ class TimeBudget:
     quality."""
 
     def __init__(self, seconds_per_token: float, first_rate: float) -> None:
-        """`first_rate`: the rate to begin with, in seconds per nat. Raise `ConfigError` unless both are above 0 and
-        finite."""
+        """`first_rate`: the rate to begin with, in seconds per nat. Raise `ConfigError` unless this rate and the target
+        are above 0 and finite."""
         if not (seconds_per_token > 0.0 and isfinite(seconds_per_token)):
             raise ConfigError.out_of_bounds("tpot", seconds_per_token, "seconds per token, above 0 and finite")
         self.seconds_per_token = seconds_per_token

@@ -122,8 +122,8 @@ def eviction_kind(name: str) -> type[Eviction]:
 
 
 def predictor_kind(prefetch: str) -> type[PredictorKind]:
-    """Return the class for a value of the setting `prefetch`. For `auto` and `none` it is a class that needs
-    nothing."""
+    """Return the class of the predictor that a value of the setting `prefetch` names. For `auto` and `none` it is a
+    class that needs nothing."""
     return PredictorKind if prefetch in NO_PREDICTOR else PREDICTORS.find(prefetch)
 
 
@@ -133,10 +133,10 @@ def fitted_names() -> tuple[str, ...]:
 
 
 def make_eviction_for(wanted: EvictionSettings, sizes: Sequence[PoolSize], experts: Mapping[int, int]) -> Eviction:
-    """Return a new eviction policy for live requests, for slots of these `sizes`. `experts`: {layer: number of
+    """Return a new eviction policy for live requests. `sizes`: the slots of each size; `experts`: {layer: number of
     experts}.
 
-    If some slots hold low copies, each format has its own policy.
+    If some slots hold low-precision copies, each format has its own policy.
     """
     forms = sorted({size.form for size in sizes})
     of_form = {form: _make_sizes(wanted, [size for size in sizes if size.form == form], experts) for form in forms}
@@ -144,7 +144,7 @@ def make_eviction_for(wanted: EvictionSettings, sizes: Sequence[PoolSize], exper
 
 
 def _make_sizes(wanted: EvictionSettings, sizes: Sequence[PoolSize], experts: Mapping[int, int]) -> Eviction:
-    """Return a new policy for slots that hold copies of one format."""
+    """Return a new policy for slots that hold copies of one format, in pools of one or several slot sizes."""
     if len(sizes) == 1:
         return make_pools(wanted, sizes[0].cache, len(experts), sum(experts.values()))
     by_layer: dict[int, Eviction] = {}

@@ -8,8 +8,8 @@ a prefetch before its use. Every slot is always in exactly one of these states, 
 
 A policy that plans only reads the table. The engine changes it between plans.
 
-If layers have experts of different sizes, or experts have low copies, there is a pool of slots for each size, with
-cache and staging slots of its own. Slot numbers continue from pool to pool.
+If layers have experts of different sizes, or experts have low-precision copies, there is a pool of slots for each size,
+with cache and staging slots of its own. Slot numbers continue from pool to pool.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from smoe.policy.plan import Load, Promotion
 
 
 class PoolSize(NamedTuple):
-    """How many slots of one size there are, and what they hold."""
+    """The numbers of cache and staging slots of one size, and the copies for which they are."""
 
     cache: int
     staging: int
@@ -60,7 +60,7 @@ class SlotPool:
         return self.end - self.first - self.staging_slots - len(self.withdrawn)
 
     def give(self, slots: int) -> None:
-        """Put `slots` withdrawn slots into use again."""
+        """Put the withdrawn slots `slots` into use again."""
         for _ in range(slots):
             self.free_cache.append(self.withdrawn.pop())
 
@@ -70,7 +70,7 @@ class SlotPool:
         self.withdrawn.append(slot)
 
     def settle(self, used: set[int]) -> None:
-        """Make the slots in `used` taken, and all others free except the withdrawn ones."""
+        """Mark the slots in `used` as occupied, and all others as free except the withdrawn slots."""
         used = used.union(self.withdrawn)
         free = [slot for slot in range(self.first, self.end) if slot not in used]
         in_cache = len(free) - self.staging_slots
@@ -78,14 +78,14 @@ class SlotPool:
 
 
 class SlotTable:
-    """Which experts are in which slots of one device. The slots may have several sizes."""
+    """Records which experts are in which slots of one device. The slots may have several sizes."""
 
     def __init__(self, *sizes: PoolSize) -> None:
         self.pools: list[SlotPool] = []
         self._pool_of: dict[tuple[int, int], SlotPool] = {}
         self._pool_for_all: dict[int, SlotPool] = {}
         self.has_low = any(size.form == LOW for size in sizes)
-        """Whether there are slots for low copies."""
+        """Whether there are slots for low-precision copies."""
         for cache, staging, layers, form, spare in sizes:
             self.pools.append(SlotPool(self.slots, cache, staging, spare))
             self._pool_of |= dict.fromkeys(((layer, form) for layer in layers), self.pools[-1])
@@ -121,11 +121,11 @@ class SlotTable:
         return key in self.ready or key in self.inflight
 
     def cached(self) -> Iterator[ExpertKey]:
-        """Return the copies in cache slots that are completely loaded: the candidates for eviction."""
+        """Return the completely loaded copies in cache slots, which are the candidates for eviction."""
         return (key for key in self.ready if key not in self.staged)
 
     def begin(self, load: Load) -> None:
-        """Start a load: evict its victim, and mark its slot as in flight."""
+        """Record that a load starts: evict the load's victim, and mark the slot as in flight."""
         key, slot, victim = load.key, load.slot, load.victim
         assert key not in self.ready and key not in self.inflight, f"{key} is here already"
         if victim is not None:
@@ -163,7 +163,7 @@ class SlotTable:
         pool.free_staging.append(freed)
 
     def discard(self, key: ExpertKey) -> int:
-        """Evict a resident. Return its cache slot, which is free then."""
+        """Evict a resident. Return its cache slot, which is free from now on."""
         assert key not in self.staged, f"{key} is staged"
         slot = self.ready.pop(key)
         self.pool_of(key).free_cache.append(slot)
@@ -219,7 +219,7 @@ class SlotTable:
 
 class ExpertsAtHand:
     """A container of one layer's experts that need no load, because they are in memory or in flight. For experts in
-    `low`, a low copy suffices."""
+    `low`, a low-precision copy suffices."""
 
     __slots__ = ("_layer", "_low", "_table")
 
@@ -247,7 +247,7 @@ class ExpertsUnderWay(ExpertsAtHand):
 
 
 class LowCopiesHere:
-    """A container of one layer's experts whose low copies are in memory."""
+    """A container of one layer's experts whose low-precision copies are in memory."""
 
     __slots__ = ("_layer", "_ready")
 

@@ -18,8 +18,9 @@ slots. As many become resident as the layer's share of free cache slots allows. 
 experts of a layer are resident, but not how many. As an alternative, the eviction policy decides which become resident.
 On a device with its own memory, the CPU may compute experts that do not become resident and have few tokens.
 
-If experts have low copies, an expert for which a low copy suffices (`Routing.low`) is computed with its full copy if
-that is resident or in flight, otherwise with its low copy. The two formats have separate slots.
+If experts have low-precision copies, an expert for which a low-precision copy suffices (`Routing.low`) is computed with
+its full copy if that is resident or in flight, otherwise with its low-precision copy. The two formats have separate
+slots.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from smoe.policy.substitution import Selection, applied, substitute
 from smoe.routing import Phase, Routing, last_rows
 
 LOW_USE = ("asked", "meanwhile", "only")
-"""Which experts are computed with their low copies. asked: experts that are not at hand and for which a low copy
-suffices. meanwhile: in decode, also other experts that are not at hand and have a resident low copy. only: all, for
-measurements."""
+"""Which experts are computed with their low-precision copies. asked: experts that are not at hand and for which a
+low-precision copy suffices. meanwhile: in decode, also other experts that are not at hand and have a resident
+low-precision copy. only: all experts, for measurements."""
 
 PREFILL_KEEP = ("last-uses", "eviction")
 """Which experts of a prompt become resident. last-uses: those that the prompt's last tokens use most, compared within
@@ -62,9 +63,9 @@ class Switches(NamedTuple):
     prefill_keep: str = "last-uses"
     """Which experts of a prompt become resident, one of `PREFILL_KEEP`."""
     thresholds: Thresholds = ALL_IMPORTANT
-    """The importance thresholds of missing experts, if there are low copies."""
+    """The importance thresholds of missing experts, if there are low-precision copies."""
     low_use: str = "asked"
-    """Which experts are computed with their low copies, one of `LOW_USE`."""
+    """Which experts are computed with their low-precision copies, one of `LOW_USE`."""
 
     @property
     def needs_weights(self) -> bool:
@@ -81,7 +82,7 @@ class Decision(NamedTuple):
     routing: Routing
     """The routing that is computed, with substitutes and with the index E for dropped routes."""
     selection: Selection | None
-    """The replaced routes; None if substitution is off, and for a prompt."""
+    """The replaced and dropped routes. None for a prompt, and if substitution is off."""
     plan: LayerPlan
     skipped: int = 0
     """The number of experts that are dropped because of low importance, or of routes that a quality budget drops."""
@@ -132,8 +133,8 @@ def decide(
 
 
 def observation(routing: Routing) -> Routing:
-    """Return the part of a step's routing that an eviction policy observes: a decode step completely, and of a prefill
-    only the last tokens."""
+    """Return the part of a step's routing that an eviction policy observes. Of a decode step it is the whole routing,
+    and of a prefill only the last tokens."""
     if routing.phase is Phase.DECODE:
         return routing
     last = last_rows(routing)
@@ -177,7 +178,7 @@ def layer_shares(residency: SlotTable, layers: Sequence[int]) -> dict[int, int]:
 
 def routes_by_key(routing: Routing, low: Container[int] = ()) -> dict[ExpertKey, tuple[int, ...]]:
     """Return {expert: flat indices t * K + k of its routes}, ascending by expert, without padding. The experts in `low`
-    are computed with their low copies.
+    are computed with their low-precision copies.
 
     The routes of one expert are ordered by choice k, then by token t, as the library's eager experts stack their rows:
     the order of rows affects the last bits of a matrix product.
@@ -201,7 +202,7 @@ def routes_by_key(routing: Routing, low: Container[int] = ()) -> dict[ExpertKey,
 
 
 def _served_low(routing: Routing, residency: SlotTable, low_use: str) -> set[int]:
-    """Return the chosen experts that are computed with their low copies."""
+    """Return the chosen experts that are computed with their low-precision copies in this step."""
     layer = routing.layer
     if not residency.has_low:
         return set()

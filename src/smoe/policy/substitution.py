@@ -114,7 +114,7 @@ class _Low(NamedTuple):
 
 
 class _Token(NamedTuple):
-    """The experts that one token has chosen, divided by importance."""
+    """The experts that one token has chosen, divided into top-score and low-score experts."""
 
     bound: float
     """S: the score of rank k+1."""
@@ -127,7 +127,7 @@ class _Token(NamedTuple):
 
 
 class _Here(NamedTuple):
-    """The experts that need no additional load."""
+    """The experts of the layer that can be used without an additional load."""
 
     resident: Container[int]
     coming: Container[int]
@@ -142,12 +142,12 @@ class _Here(NamedTuple):
 
 
 _Like = tuple[float, int]
-"""(minus the score, expert)."""
+"""A possible substitute as a pair that can be sorted: (minus its score, its expert number)."""
 
 
 def _split(scores: Sequence[float], active: Sequence[int], alpha: float, experts: int) -> _Token:
-    """Return one token's experts, divided by importance. If there is no rank k+1, or its score is not above zero, all
-    are top-score."""
+    """Return one token's chosen experts, divided into top-score and low-score ones. If there is no expert of rank k+1,
+    or if its score is not above zero, all are top-score."""
     if active[0] == experts:  # padding
         return _Token(0.0, 0.0, (), (), [])
     inactive = list(scores)
@@ -173,8 +173,8 @@ def _replace(
     serving: Counter[int] | None,
     drop: bool,
 ) -> list[Replacement]:
-    """Return the replacements. For each token, its missing low-score experts, lowest score first, are paired with its
-    substitutes, best first. `serving`: as in `_substitutes`."""
+    """Return the replacements of one round. For each token, its missing low-score experts, lowest score first, are
+    paired with its substitutes, best first. `serving`: as in `_substitutes`."""
     replaced: list[Replacement] = []
     for number, entries in enumerate(missing):
         if drop:
@@ -190,9 +190,9 @@ def _replace(
 
 
 def _like(scores: Sequence[float], token: _Token) -> list[_Like]:
-    """Return (-score, expert) of the experts that may replace one of the token's. Their score is above `least` and at
-    most `bound`, and the token has not chosen them. The highest score comes first; of equal scores, the lowest number.
-    """
+    """Return the experts that may replace an expert of the token, as pairs (-score, expert). Their score is above
+    `least` and at most `bound`, and the token has not chosen them. The highest score comes first; of equal scores, the
+    lowest expert number."""
     bound, least, active = token.bound, token.least, token.active
     found = [(-score, expert) for expert, score in enumerate(scores) if least < score <= bound]
     return sorted(entry for entry in found if entry[1] not in active)

@@ -68,11 +68,12 @@ class Trial:
                 self._conclude(median(self._seconds[True]) <= median(self._seconds[False]) * (1 + MARGIN))
 
     def pass_over(self, guesses: int, right: int) -> None:
-        """Exclude all prefetches made so far from the trial, because they belong to a prompt."""
+        """Leave all prefetches made so far out of the trial, because they belong to a prompt."""
         self._guesses, self._right = guesses, right
 
     def _are_wrong(self, guesses: int, right: int) -> bool:
-        """Return whether most predictions since the last check are wrong; false if there are too few of them."""
+        """Return whether most prefetched experts since the last check were not used. Return false if there were too few
+        prefetches to decide."""
         made, proved = guesses - self._guesses, right - self._right
         if made < _LEAST_GUESSES:
             return False

@@ -3,7 +3,8 @@
 A larger alpha makes tokens faster, nearly linearly, and quality lower. A polynomial of low degree is fitted to the
 measured times of a few alphas. The result is the smallest alpha whose fitted time is within the budget.
 
-Every alpha is measured in several rounds. Half of the difference between the fastest and the slowest is its noise.
+Every alpha is measured in several rounds. Half of the difference between its fastest and its slowest round is its
+noise.
 
 A disk can be twice as fast an hour later, so times that depend on the disk are converted to one read rate. Reading that
 overlaps computing costs no time; the rest is waiting:
@@ -33,7 +34,7 @@ STEP = 0.01
 
 @dataclass(frozen=True)
 class Timing:
-    """The time per token with one alpha in one round, and the parts of it that depend on the disk. All are medians over
+    """The time per token with one alpha in one round, and the times that depend on the disk. All are medians over
     tokens."""
 
     seconds: float
@@ -71,7 +72,8 @@ def fitted_seconds(points: Sequence[tuple[float, float]], alphas: Sequence[float
 
 
 def smallest_alpha(points: Sequence[tuple[float, float]], budget_seconds: float) -> float | None:
-    """Return the smallest alpha in the measured range whose fitted time is within the budget; None if there is none."""
+    """Return the smallest alpha in the measured range whose fitted time per token is within the budget; None if there
+    is no such alpha."""
     grid = _grid(points)
     for alpha, seconds in zip(grid, fitted_seconds(points, grid), strict=True):
         if seconds <= budget_seconds:
@@ -85,7 +87,8 @@ def predicted_seconds(points: Sequence[tuple[float, float]], alpha: float) -> fl
 
 
 def half_ranges(rounds: Sequence[Sequence[float]]) -> list[float]:
-    """Return the noise of each alpha in seconds. Each of `rounds` has one time for each alpha."""
+    """Return the noise of each alpha in seconds: half of the difference between its slowest and its fastest round. Each
+    element of `rounds` has one time for each alpha."""
     ranges: list[float] = (np.ptp(np.asarray(rounds), axis=0) / 2).tolist()
     return ranges
 

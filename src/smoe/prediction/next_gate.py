@@ -59,8 +59,8 @@ class NextGate(Predictor):
 
     @property
     def is_exact(self) -> bool:
-        """Whether the model runs without substitution and low copies, so that every expert that will be chosen is worth
-        a load."""
+        """Whether the model runs without substitution and low-precision copies, so that every expert that will be
+        chosen is worth a load."""
         return self.alpha == 0 and self.thresholds == ALL_IMPORTANT
 
     def named(self, layer: int, output: tuple[Any, ...], rows: Sequence[int] | None = None) -> Prediction:

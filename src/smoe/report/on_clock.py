@@ -78,7 +78,7 @@ class Work:
     plain_bytes: int
     """Bytes of the expert with two bytes an element; also the number of operations for a token."""
     low_bytes: int
-    """Bytes of a low copy; 0: there are none."""
+    """Bytes of a low-precision copy; 0: there are none."""
     experts_bytes: int
     layer_bytes: float
     """Bytes of non-expert weights for each layer with experts."""

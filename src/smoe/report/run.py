@@ -71,8 +71,8 @@ class RunReport:
     routes: dict[str, float]
     """The shares of the experts chosen in decoding that were low-score, replaced, or resolved by importance."""
     low_copies: dict[str, float]
-    """The use of low copies in decoding (`low_copy_shares`); empty where they are not used by importance or quality
-    cost."""
+    """The use of low-precision copies in decoding (`low_copy_shares`); empty where they are not used by importance or
+    quality cost."""
     tpot_asked_seconds: float | None
     """The time per token that was requested for resolving misses; None: none was requested."""
     process: ProcessMemory | None

@@ -118,7 +118,7 @@ class Reference:
     dense: Mapping[str, StoredTensor]
     """The weights outside experts that stay quantized, by name."""
     low: dict[int, StoredLayer]
-    """The experts' low copies; empty where there are none."""
+    """The experts' low-precision copies; empty where there are none."""
     part: str = EXPERTS
     """The name under which `experts` appear in comparisons."""
 
@@ -177,7 +177,7 @@ def verify(
 def verify_low_copies(
     model: PreTrainedModel, reference: Reference, input_ids: torch.Tensor, on_part: Callable[[Comparison], None]
 ) -> Report:
-    """Compare the model with low copies for all experts with the library on the dequantized weights."""
+    """Compare the model with low-precision copies for all experts with the library on the dequantized weights."""
     engine: Engine = model.offload  # type: ignore[assignment]
     with engine.executor.by_low_copies():
         return verify(model, replace(reference, experts=reference.low, part=LOW_COPIES), input_ids, on_part)

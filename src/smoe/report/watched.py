@@ -20,8 +20,8 @@ from smoe.runtime.engine import Engine
 from smoe.runtime.watch import PassNote, Watch
 
 ABSENT, LOW_COMING, COMING, LOW_HERE, PASSING, HERE = range(6)
-"""The tiers of an expert's best copy: in no slot; low copy in flight; full copy in flight; low copy in a slot; full
-copy in a staging slot; full copy in a cache slot."""
+"""The tiers of an expert's best copy: in no slot; low-precision copy in flight; full copy in flight; low-precision copy
+in a slot; full copy in a staging slot; full copy in a cache slot."""
 TIERS = ("absent", "low coming", "coming", "low", "passing", "here")
 EVENTS = ("used", "read", "replaced", "right", "wrong", "by_cpu", "by_worker")
 """Kinds of events of an expert (`runtime/watch.py`), for prompts and decode steps together."""

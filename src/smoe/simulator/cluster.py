@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Wire:
-    """A network port of the coordinator, and the connections through it."""
+    """The coordinator's network port, and its connections to the workers."""
 
     bytes_per_second: float
     delay: float = 0.0
@@ -33,8 +33,8 @@ class WorkerTimes:
     away: float = 0.0
     """Seconds that a message to the worker takes in one direction, in addition to `Wire.delay`."""
     chunk: float | None = None
-    """Seconds to read one chunk. A load that is no longer needed stops after the current chunk; None: it is
-    completed."""
+    """Seconds to read one chunk of an expert. A load that is no longer needed stops after the current chunk. None: such
+    a load is completed."""
 
 
 class DecodedToken(NamedTuple):
@@ -43,8 +43,8 @@ class DecodedToken(NamedTuple):
     chosen: Sequence[Sequence[int]]
     """[L][K] the experts chosen in each layer."""
     named: Sequence[Sequence[int]] | None = None
-    """[L][K, or more with extra predictions] the experts predicted for each layer; None: no predictions."""
+    """For each layer, the predicted experts: [L][K, or more with extra predictions]. None: there are no predictions."""
     own_is_right: bool = True
-    """Whether the draft model, from its own previous token, decodes this token too."""
+    """Whether the draft model, decoding from its own previous token, arrives at the token that the model decodes."""
     astray: Sequence[Sequence[int]] | None = None
     """The experts that the draft model predicts if its own token is a different one."""

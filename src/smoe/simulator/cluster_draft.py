@@ -32,13 +32,13 @@ class DraftTimes:
     kv_bytes: float = 0.0
     """Bytes of keys and values of one position in all layers."""
     kv_since: bool = True
-    """Whether the keys and values of all positions since the last time are sent, or only those of the newest
-    position."""
+    """Whether the keys and values of all positions since the last transfer are sent; otherwise only those of the newest
+    position are sent."""
     is_early: bool = False
     """Whether the draft model starts early. Keys and values are then sent when the port is free, and not waited for."""
 
     def is_sent(self, token: int) -> bool:
-        """Return whether the draft model must wait for the coordinator before this token."""
+        """Return whether the draft model must wait for data from the coordinator before it starts this token."""
         return _is_due(self.token_period, token) or self.kv_is_due(token)
 
     def kv_is_due(self, token: int) -> bool:
@@ -54,8 +54,8 @@ def _is_due(period: int, token: int) -> bool:
 
 
 class SimulatedDraft:
-    """A simulated draft model. `says` is called with (token, layer, whether its own token was right) after each layer.
-    `unsays` is called with a token whose predictions are withdrawn."""
+    """A simulated draft model. After each layer it calls `says` with (token, layer, whether its own token was right).
+    It calls `unsays` with a token whose predictions are withdrawn."""
 
     def __init__(
         self,
@@ -72,14 +72,15 @@ class SimulatedDraft:
         self._events, self._times, self._layers = events, times, layers
         self._own_is_right, self._says, self._unsays = own_is_right, says, unsays
         self._last_sent = -1
-        """The last token that the draft model may start with the coordinator's input."""
+        """The last token for which the draft model has received the data from the coordinator that it must wait for."""
         self._next = 0
         self._attempt = 0
         self._under_way: int | None = None
         self._is_right = True
 
     def tell(self, token: int) -> None:
-        """Record that the coordinator has reached this token, and that everything due has arrived."""
+        """Record that the coordinator has reached this token, and that the token, keys and values that are due have
+        arrived at the draft model."""
         self._last_sent = token
         begun = self._next - 1
         if begun == token and token > 0 and not self._own_is_right[token]:

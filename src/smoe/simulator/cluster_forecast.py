@@ -40,7 +40,7 @@ class MeasuredCoordinator:
     """The measured times of the coordinator in seconds, and its number of slots."""
 
     layer: float
-    """Seconds of a layer without its routed experts."""
+    """Seconds that the coordinator takes for a layer without its routed experts."""
     message: float = 0.0
     """Seconds that the coordinator spends on sending or receiving each message, one after the other."""
     load: float = 0.0
@@ -75,10 +75,10 @@ def foretell(
     """Simulate the decoding of these tokens on a cluster. A draft model, if there is one, runs on the coordinator.
 
     `placement`: one of `PLACEMENT`. With a draft model, workers receive the predictions in `DecodedToken.named` as soon
-    as it has made them. Without one, they receive them from the coordinator, after the router of the layer before.
-    `before`: earlier uses of experts in their order, which fill the machines' slots. `spread`: the relative standard
-    deviation of load times. `everything`: all experts, which a coordinator with enough slots has loaded beforehand
-    (setting `preload`); empty: it has not.
+    as the draft model has made them. Without a draft model, the coordinator sends the predictions after the router of
+    the layer before. `before`: earlier uses of experts in their order, which fill the machines' slots. `spread`: the
+    relative standard deviation of load times. `everything`: all experts of the model, if a coordinator with enough
+    slots has loaded them beforehand (setting `preload`); otherwise empty.
     """
     here = (
         WorkerTimes(coordinator.load, coordinator.expert, coordinator.slots)
@@ -108,11 +108,12 @@ def foretell(
 def _dealt_out(
     before: Sequence[ExpertKey], own_slots: int, workers: Sequence[MeasuredWorker], placement: str, chosen: int
 ) -> dict[int, list[ExpertKey]]:
-    """Return {machine: the experts in its slots at first}. The experts used last are assigned first, each to the
-    machine with the most free slots.
+    """Return {machine: the experts in its slots when the simulation begins}. `before`: earlier uses of experts in their
+    order. The experts used last are assigned first, each to the machine with the most free slots.
 
-    With round-robin placement, any machine of a group may have to compute an expert, so all machines with free slots
-    get it. With the other placement only one machine gets it, and will be preferred for it.
+    With the placement `round-robin`, any machine of a group may have to compute an expert, so the expert is assigned to
+    all machines of its group that have free slots. With the placement `finish`, it is assigned to one machine, which
+    will then be preferred for this expert.
     """
     units = range(FIRST_WORKER, FIRST_WORKER + len(workers))
     room = {unit: worker.slots for unit, worker in zip(units, workers, strict=True)} | {DEVICE: own_slots}
@@ -130,9 +131,9 @@ def _dealt_out(
 
 
 def named_at(tokens: Sequence[DecodedToken], experts: int, recall: float, seed: int = 0) -> list[DecodedToken]:
-    """Return the tokens with random predictions. Each expert is predicted with the probability `recall`; otherwise
-    another expert is predicted in its place. With the same probability the draft model's own token is right. Equal
-    seeds give equal results."""
+    """Return copies of `tokens` with random predictions. Each chosen expert is predicted with the probability `recall`;
+    otherwise another expert is predicted in its place. With the same probability the draft model's own token is right.
+    Equal seeds give equal results."""
     chance = random.Random(seed)
 
     def named(chosen: Sequence[int], share: float) -> list[int]:
@@ -152,8 +153,8 @@ def named_at(tokens: Sequence[DecodedToken], experts: int, recall: float, seed: 
 
 
 def decoded_tokens(trace: Sequence[Routing], named: Sequence[Sequence[int]] | None = None) -> list[DecodedToken]:
-    """Return the decode steps of a trace, which must have one sequence and every layer in each step. `named`: the
-    experts that were predicted for each routing; None: no predictions."""
+    """Return the tokens that a trace's decode steps process. The trace must have one sequence and every layer in each
+    step. `named`: the experts that were predicted for each routing; None: no predictions."""
     steps: list[list[Sequence[int]]] = []
     guesses: list[list[Sequence[int]]] = []
     before = inf

@@ -22,7 +22,7 @@ from smoe.simulator.events import Events, Resource
 
 
 class SimulatedRequest:
-    """A request of the coordinator for several experts, which counts those that are not computed yet."""
+    """A request of the coordinator for several experts. It counts the experts that are not computed yet."""
 
     def __init__(self, keys: Sequence[ExpertKey], answer: Callable[[SimulatedRequest], None], arrived: float) -> None:
         self.left = len(keys)
@@ -63,7 +63,8 @@ class SimulatedMachine:
 
     @property
     def under_way(self) -> float:
-        """The number of loads that have not ended. A running load counts by the part that remains."""
+        """The number of loads that have not ended. A load that is running counts as a fraction: the part that is still
+        to be read."""
         left = (self.disk.free - self._events.now) / self.times.load if self.times.load else 0.0
         return max(0.0, left) + sum(key not in self._slots for key, _ in self._asked)
 
@@ -73,19 +74,19 @@ class SimulatedMachine:
         return self.loads[-1] if self.loads else -inf
 
     def begin_with(self, keys: Sequence[ExpertKey]) -> None:
-        """Fill the slots with as many of these experts as fit. `keys`: in the order of their last use, the latest at
-        the end."""
+        """Fill the slots with as many of the experts `keys` as fit. The experts are in the order of their last use, the
+        latest at the end."""
         self._slots.update(dict.fromkeys(keys[-self.times.slots :], True))
 
     def tell(self, keys: Sequence[ExpertKey]) -> None:
-        """Announce experts, in place of those announced before. They are evicted last, and loaded if they are
-        missing."""
+        """Announce experts, in place of the experts announced before. Announced experts are evicted last, and loaded if
+        they are missing."""
         self._expected = set(keys)
         self._announced.extend((key, None) for key in keys if key not in self._slots)
         self._go_on()
 
     def ask(self, keys: Sequence[ExpertKey], answer: Callable[[SimulatedRequest], None]) -> None:
-        """Request experts. `answer` is called with the request when all of them are computed."""
+        """Request experts. `answer` is called with the request when all requested experts are computed."""
         request = SimulatedRequest(keys, answer, self._events.now)
         order = sorted(keys, key=lambda key: key not in self._slots)
         self._asked.extend((key, request) for key in order)

@@ -35,7 +35,7 @@ _NAMES_BYTES = 64
 _WEIGHT = 0.2
 """The weight of a new measurement in the decaying mean of a worker's load time (`cluster/members.py`)."""
 _LATE_USES = 512
-"""The number of uses after which earlier counts are halved (`cluster/members.py`)."""
+"""The number of requested experts after which the earlier counts of a worker are halved (`cluster/members.py`)."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class OurCluster:
     """The coordinator's time for a layer without its routed experts."""
     wire: Wire
     row_bytes: float
-    """Bytes of a hidden state. One is sent to each worker that computes, and one returns for each expert."""
+    """Bytes of a hidden state. One hidden state is sent to each worker that computes, and one is returned for each
+    expert."""
     workers: Sequence[WorkerTimes]
     """The times of the workers. Their `away` is half of the round trip, without the time of `wire`."""
     placement: str
@@ -65,18 +66,20 @@ class OurCluster:
 
 
 class TokenWaits(NamedTuple):
-    """The parts of a token's time, in seconds. In each layer, the result that arrives last determines them."""
+    """The times of which a token's time consists, in seconds. In each layer, the result that arrives last determines
+    them."""
 
     main: float = 0.0
     """The time of the coordinator for the layers without their routed experts."""
     between: float = 0.0
     """The time on the network and in the coordinator's port."""
     computing: float = 0.0
-    """The time in which the experts of the last result were computed, one after the other."""
+    """The time in which the experts of the last result to arrive were computed, one after the other."""
     loads: float = 0.0
-    """The time in which the worker with the last result loaded these experts and computed earlier ones."""
+    """The time in which the worker whose result arrived last loaded the requested experts and computed experts of
+    earlier requests."""
     own_loads: float = 0.0
-    """The same time, if the coordinator had the last result."""
+    """The time of the same work on the coordinator, if the coordinator's own result was the last."""
 
 
 @dataclass
@@ -85,12 +88,13 @@ class OurRun:
 
     token_seconds: list[float] = field(default_factory=list)
     waits: list[TokenWaits] = field(default_factory=list)
-    """The parts of each token's time."""
+    """For each token, the times of which its time consists."""
     loads: dict[int, list[float]] = field(default_factory=dict)
     """{machine: the times at which its loads began}."""
 
     def loads_since(self, token: int) -> tuple[int, int]:
-        """Return (the number of loads at workers, at the coordinator) that began with token number `token` or later."""
+        """Return (the number of loads on workers, the number of loads on the coordinator) that began with token number
+        `token` or later."""
         begin = sum(self.token_seconds[:token])
         count = {unit: sum(since >= begin for since in began) for unit, began in self.loads.items()}
         here = count.pop(DEVICE, 0)
@@ -98,12 +102,13 @@ class OurRun:
 
 
 def decode(cluster: OurCluster, tokens: Sequence[DecodedToken]) -> OurRun:
-    """Simulate the decoding of these tokens, all of which must have the same number of layers. Return the result."""
+    """Simulate the decoding of `tokens`, all of which must have the same number of layers. Return the times and the
+    loads."""
     return _OurDecoding(cluster, tokens).run()
 
 
 class _Known:
-    """What the coordinator has measured about a worker, as in `Member`."""
+    """The coordinator's measurements of a worker, as in `Member`."""
 
     def __init__(self, load: float, spread: float, chance: random.Random) -> None:
         self._load, self._spread, self._chance = load, spread, chance
@@ -185,8 +190,8 @@ class _OurDecoding:
         return max(0.0, 1.0 - len(self._here.loads) / self._here_uses) if self._here_uses else 0.0
 
     def _costs_later(self) -> float:
-        """Return the seconds by which a load on the coordinator is worse than its duration, as `Cluster` computes
-        them."""
+        """Return the seconds by which a load on the coordinator is worse than its duration, computed as in `Cluster`
+        (`cluster/remote.py`)."""
         uses = sum(known.uses for known in self._known.values())
         if self._here is None or not uses:
             return 0.0
@@ -228,8 +233,8 @@ class _OurDecoding:
         self._events.at(self._events.now + self._cluster.layer, partial(self._routed, number, layer))
 
     def _routed(self, number: int, layer: int) -> None:
-        """Process a router's choice: request experts of workers, start the coordinator's own, and announce later
-        layers' experts."""
+        """Process a router's choice: request experts from workers, start the coordinator's own experts, and announce
+        the predicted experts of later layers."""
         chosen = self._tokens[number].chosen[layer]
         self._ahead.asked(layer, set(chosen))
         keys = [(layer, expert, EXACT) for expert in chosen]
@@ -250,8 +255,9 @@ class _OurDecoding:
     def _shared_out(
         self, layer: int, missing: Sequence[ExpertKey], chosen: tuple[int, ...]
     ) -> tuple[list[ExpertKey], dict[int, list[ExpertKey]]]:
-        """Return (experts that the coordinator loads, {worker: its experts}). The most important come first; importance
-        is an expert's position among the token's choices."""
+        """Return the division of a layer's missing experts: (experts that the coordinator loads, {worker: its
+        experts}). The most important experts come first; importance is an expert's position among the token's
+        choices."""
         load = self._here_load()
         waits = load * (self._here.under_way if self._here is not None else 0)
         rule = self._rule._replace(
@@ -271,7 +277,7 @@ class _OurDecoding:
 
     def _name_later(self, number: int, layer: int) -> None:
         """Announce the experts predicted for the next layer, if the coordinator predicts. Start the coordinator's own
-        loads for the nearest later layer that misses any."""
+        loads for the nearest later layer that has missing experts."""
         named = self._tokens[number].named
         if self._draft is None and named is not None and layer + 1 < self._layers:
             self._ahead.expect({TokenLayer(number, layer + 1): named[layer + 1]})
@@ -320,7 +326,7 @@ class _OurDecoding:
             self._begin_token(number + 1)
 
     def _note_waits(self, unit: int, there: float, last: SimulatedRequest) -> None:
-        """Add the times of this layer to those of the token. `last`: the request whose result arrived last."""
+        """Add the times of this layer to the times of the token. `last`: the request whose result arrived last."""
         waits, whole = self._waits, self._events.now - self._layer_began - self._cluster.layer
         computing = last.experts * self._machines[unit].times.expert
         waits = waits._replace(main=waits.main + self._cluster.layer, computing=waits.computing + computing)

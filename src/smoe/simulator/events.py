@@ -19,12 +19,12 @@ class Events:
         self._number = count()
 
     def at(self, when: float, happen: Callable[[], None]) -> None:
-        """Call `happen` at the time `when`, which must not be in the past."""
+        """Arrange that `happen` is called at the time `when`, which must not be in the past."""
         assert when >= self.now, (when, self.now)
         heappush(self._coming, (when, next(self._number), happen))
 
     def run(self) -> None:
-        """Process events until there are none."""
+        """Process events in the order of their times until no event is left."""
         while self._coming:
             self.now, _, happen = heappop(self._coming)
             happen()

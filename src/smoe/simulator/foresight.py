@@ -18,7 +18,8 @@ class Recorded(Predictor):
     """Returns the recorded predictions of another predictor, one list for each routing of a trace."""
 
     def __init__(self, recorded: Sequence[Sequence[Prediction]], asked: Moment = Moment.ROUTED) -> None:
-        """`recorded`: the predictions at each routing of the trace. `asked`: when the predictions are made."""
+        """`recorded`: the predictions at each routing of the trace. `asked`: the time within a layer at which the
+        predictions are made."""
         self.asked = asked
         self._recorded = recorded
         self._observed = 0
@@ -105,9 +106,9 @@ _HALVINGS = 12
 
 
 def blurred(trace: Sequence[Routing], recall: float, seed: int = 0) -> dict[int, list[int]]:
-    """Return {number of a decode step's routing: K predicted experts}, wrong in the way in which a router with noisy
-    input is wrong. They are the top-k of the recorded logits with added noise; the amount of noise is chosen to give
-    `recall`."""
+    """Return {number of a decode step's routing: K predicted experts}. The predictions are wrong in the way in which a
+    router with noisy input is wrong: they are the top-k of the recorded logits with added noise. The amount of noise is
+    chosen to give `recall`."""
     numbers = [number for number, routing in enumerate(trace) if routing.phase is Phase.DECODE]
     scores = [routing.scores for routing in map(trace.__getitem__, numbers) if routing.scores is not None]
     assert len(scores) == len(numbers), "a trace with scores"

@@ -1,4 +1,5 @@
-"""The cost of eviction policies with low copies, and the search for the best weights of the multidimensional cache.
+"""The cost of eviction policies for a cache of full and low-precision copies, and the search for the best weights of
+the multidimensional cache.
 
 HOBBIT (arXiv 2411.01433, section 3.4) does not describe this search. The penalty of a replay is not a smooth function
 of the weights, so it has no gradient. But it changes little between neighbouring points, and only three of the weights
@@ -27,10 +28,10 @@ CacheWeights = tuple[float, float, float, float]
 """The weights (lru, lfu, lhu, fld) of the multidimensional cache, with sum 1."""
 
 PARTS = 12
-"""The search uses multiples of one twelfth."""
+"""The denominator of the weights in the search: all weights are multiples of one twelfth."""
 _COARSE = 4
 _STEPS = (2, 1)
-"""The lengths of the two kinds of steps, in twelfths."""
+"""The two distances by which the search changes weights, the longer first, in twelfths."""
 _GRID = [point for point in product(range(0, PARTS + 1, _COARSE), repeat=4) if sum(point) == PARTS]
 _DIRECTIONS = list(permutations(range(4), 2))
 
@@ -40,16 +41,16 @@ only Belady's policy needs."""
 
 
 class MixedCache(NamedTuple):
-    """A cache for full and low copies."""
+    """The sizes of a simulated cache for full and low-precision copies, and the settings of its decisions."""
 
     slots: int
     """The number of slots for full copies."""
     low_slots: int
-    """The number of slots for low copies; 0: there are none."""
+    """The number of slots for low-precision copies; 0: there are none."""
     low_cost: float
-    """The cost of loading a low copy, as a fraction of that of a full copy: the ratio of their bytes."""
+    """The cost of loading a low-precision copy, as a fraction of that of a full copy: the ratio of their bytes."""
     switches: Switches
-    """The settings of the decision, with the thresholds of importance."""
+    """The settings that affect a decision, with the thresholds of importance."""
 
 
 def miss_penalty(traces: Sequence[Sequence[Routing]], cache: MixedCache, make: Make) -> float:
@@ -79,10 +80,10 @@ def best_weights(
     records: str = "sequence",
     tick: Callable[[int, int], None] = lambda done, least: None,
 ) -> tuple[CacheWeights, float]:
-    """Return (the weights of least penalty on `traces`, this penalty). Of equal penalties, the point with the smaller
-    weights wins.
+    """Return (the weights of least penalty on `traces`, this penalty). Of equal penalties, the weights that are first
+    in ascending order win.
 
-    `tick` is called after every replay with the number of replays so far and the least total number.
+    `tick` is called after every replay with the number of replays so far and the least total number of replays.
     """
     known: dict[tuple[int, ...], float] = {}
 
@@ -103,7 +104,7 @@ def best_weights(
 
 
 def _neighbours(point: tuple[int, ...], step: int) -> Iterator[tuple[int, ...]]:
-    """Yield all points in which one weight is larger by `step` and another is smaller by `step`."""
+    """Yield all weights in which one of the given weights is larger by `step` and another is smaller by `step`."""
     for more, less in _DIRECTIONS:
         if point[less] >= step:
             yield tuple(part + step * (n == more) - step * (n == less) for n, part in enumerate(point))

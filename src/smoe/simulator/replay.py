@@ -20,20 +20,20 @@ from smoe.routing import Phase, Routing
 
 @dataclass(frozen=True)
 class ReplayCounts:
-    """How often a trace's decode steps use experts, and how often these are missing."""
+    """How many experts the decode steps of a trace use, and how many of these uses are misses."""
 
     uses: int
     misses: int
     low_misses: int = 0
-    """The misses for which a low copy was loaded."""
+    """The misses for which a low-precision copy was loaded."""
 
     @property
     def hit_ratio(self) -> float:
         return 1.0 - self.misses / self.uses if self.uses else 1.0
 
     def penalty(self, low_cost: float) -> float:
-        """Return the cost of the misses in loads of full copies, if a low copy costs `low_cost` of a full one. This is
-        HOBBIT's mixed-precision miss penalty."""
+        """Return the cost of the misses in loads of full copies, if a low-precision copy costs `low_cost` of a full
+        one. This is HOBBIT's mixed-precision miss penalty."""
         return self.misses - (1.0 - low_cost) * self.low_misses
 
 
@@ -48,9 +48,9 @@ def replay(
 ) -> ReplayCounts:
     """Replay `trace` from an empty cache. Only decode steps are counted; prefill steps fill the cache.
 
-    `low_slots`: cache slots for low copies, in addition to `cache_slots`, with as many staging slots. `eviction` must
-    then rank copies of both formats. Thresholds of `switches` below 1 require weights in the trace. `answer`: resolves
-    misses by quality cost (`Answering.answer` with fixed costs); it requires scores and weights.
+    `low_slots`: cache slots for low-precision copies, in addition to `cache_slots`, with as many staging slots.
+    `eviction` must then rank copies of both formats. Thresholds of `switches` below 1 require weights in the trace.
+    `answer`: resolves misses by quality cost (`Answering.answer` with fixed costs); it requires scores and weights.
 
     More slots than the trace needs do no harm. With an `alpha` above 0 (requires scores), missing low-score experts are
     substituted; the trace's later routing stays as recorded. O(steps x experts used).

@@ -37,7 +37,7 @@ def skew_of(
     steps of a trace of `shape`. Return None if the hit ratio says nothing about the skew: the cache holds all experts
     or very few, or no factor between `LEAST` and `MOST` gives this ratio.
 
-    It takes some tenths of a second: O(tokens x layers x experts) for each of eight traces.
+    The search takes some tenths of a second: O(tokens x layers x experts) for each of eight traces.
     """
     if slots >= shape.layers * shape.experts or hit_ratio >= 1.0:
         return None

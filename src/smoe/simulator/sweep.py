@@ -79,7 +79,7 @@ def sweep(
 def _stored(
     keeping: ResultStore[Result], settings: Sequence[Setting], tick: Callable[[int], None]
 ) -> dict[int, Result]:
-    """Return {number of a setting: result} for the settings whose results are stored."""
+    """Return {number of a setting: its result} for the settings whose results are stored."""
     found = {}
     for number, setting in enumerate(settings):
         result = keeping.find(setting)
@@ -97,8 +97,8 @@ def _keep(keeping: ResultStore[Result], setting: Setting, done: Future[Result]) 
 @contextmanager
 def _in_python_s_folder() -> Iterator[Path]:
     """Change to the folder of Python's standard library during the `with` block, and yield the previous folder.
-    Processes that are started meanwhile import only Python's own modules from their working folder, until they have
-    received our path."""
+    Processes that are started in the block would import modules from the current folder. They must find only Python's
+    own modules there until they have received our `sys.path`."""
     before = Path.cwd()
     os.chdir(Path(os.__file__).parent)
     try:

@@ -12,7 +12,7 @@ The experts with the k highest logits are chosen. Scores are softmax(logit * sha
 The four parameters, called *habits*, are fitted to a recorded trace by the method of moments (`fit`): each is adjusted
 until one statistic of the synthetic trace equals that of the recorded trace (`Moments`). They describe logits, so they
 can be used for other numbers of layers and experts. Changes of topic, and differences between layers, are not modelled.
-Every result from such a trace must be published with the sentence `SAYS`.
+A result from a synthetic trace must be published only together with the sentence `SAYS`.
 """
 
 from __future__ import annotations

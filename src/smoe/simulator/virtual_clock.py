@@ -51,18 +51,18 @@ class StepTimes:
     asking: float = 0.0
     """Seconds that one prediction takes."""
     low_load: float = 0.0
-    """Seconds to load a low copy, if there are low copies."""
+    """Seconds to load a low-precision copy, if there are low-precision copies."""
     in_chunks: float = 1.0
     """The factor by which a load is slower if no thread waits for it when it starts. Such a load is divided into
-    chunks, and other loads may run between them."""
+    chunks, between which other loads may run."""
     alone: float = 1.0
-    """The factor by which an expert of a decode step takes longer if it had to be waited for. Residents are computed
-    together, such experts one by one."""
+    """The factor by which an expert of a decode step takes longer if the engine had to wait for it. Resident experts
+    are computed together, the other experts one by one."""
 
 
 @dataclass
 class Timed:
-    """The result of a replay. All values except `prefill_seconds` and `link_seconds` are of decode steps."""
+    """The times and counts of a replay. All values except `prefill_seconds` and `link_seconds` are of decode steps."""
 
     step_seconds: list[float] = field(default_factory=list)
     """The seconds of every step."""
@@ -84,7 +84,8 @@ class Timed:
 
 
 class _Link:
-    """A link that performs one load after the other. Times of successive calls must not fall."""
+    """The way from disk or host memory to the device, which performs one load after the other. Times of successive
+    calls must not fall."""
 
     def __init__(self, seconds: float, low_seconds: float, in_chunks: float) -> None:
         self._seconds = {EXACT: seconds, LOW: low_seconds}
@@ -158,7 +159,8 @@ class _Link:
 
 
 class VirtualClock:
-    """An engine that only adds up times. `serve` must receive the routings of a trace in their order."""
+    """Executes the engine's plans without hardware and adds up times. `serve` must receive the routings of a trace in
+    their order."""
 
     def __init__(
         self,
@@ -174,7 +176,7 @@ class VirtualClock:
         answering: Answering | None = None,
         waits_for_all: bool = False,
     ) -> None:
-        """`low_slots`: cache slots for low copies; `eviction` must then rank both formats. `balance`: one of
+        """`low_slots`: cache slots for low-precision copies; `eviction` must then rank both formats. `balance`: one of
         `policy.balance.BALANCERS`, which needs `times.host`; None: all missing experts are loaded. `answering`:
         resolves the misses of decode steps by quality cost, with the costs in `times`; settings for misses are then
         ignored. `waits_for_all`: a layer begins when every load has ended, as in systems that load whole layers."""
@@ -203,7 +205,7 @@ class VirtualClock:
         self._times = times
 
     def serve(self, routing: Routing) -> None:
-        """Execute one layer of one step."""
+        """Execute one layer of one step, and advance the clock by its time."""
         began, result = self._now, self.result
         is_decode = routing.phase is Phase.DECODE
         goes_on = is_decode and routing.layer > self._last_layer
@@ -295,8 +297,8 @@ class VirtualClock:
             self._take_answer(plan, waits=False)
 
     def _take_answer(self, plan: LayerPlan, waits: bool) -> None:
-        """Start the loads that a concurrent predictor has predicted, if the prediction is ready, or wait for it if
-        `waits`."""
+        """Start the loads that a concurrent predictor has predicted, if the prediction is ready. If `waits`, wait until
+        it is ready."""
         if self._answer_at is None or not (waits or self._answer_at[1] <= self._now):
             return
         (predictions, there), self._answer_at = self._answer_at, None

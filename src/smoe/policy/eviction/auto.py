@@ -29,19 +29,20 @@ from smoe.policy.eviction.score import WINDOW
 from smoe.routing import Phase, Routing
 
 RULES = ("lru", "lfu", "window", "fading")
-"""The rules that rank residents. Each has an array of values; the resident with the lowest value is evicted first."""
+"""The rules by which residents are ranked. Each has an array with a value for every expert; the resident with the
+lowest value is evicted first."""
 _LAST_USE, _USES, _RECENT_USES, _FADING_USES = range(len(RULES))
 
 HALF_LIFE = 64
 """The number of tokens after which a use has half its weight in the fading counts. Values from 32 to 256 differ by less
 than 2 % in misses on text."""
 _RESCALE = 512
-"""After this many half-lives, the fading counts are divided by 2 to the power of this number. The division is exact,
-and the counts stay in float64's range."""
+"""The number of half-lives after which the fading counts are divided by 2 to the power of this number. The division is
+exact, and the counts stay in float64's range."""
 
 TRIAL_STEPS = (32, 128)
-"""The least and the largest number of steps of a trial. Between both, `TURNOVERS` ends a trial; `CLEAR` ends it at any
-time."""
+"""The least and the largest number of steps of a trial. Between these two numbers, `TURNOVERS` ends a trial; `CLEAR`
+ends it at any time."""
 TURNOVERS = 4
 """A trial ends when the leader's misses reach this multiple of the number of slots: the shadow caches then no longer
 depend on their first content."""
@@ -59,12 +60,12 @@ once, because the topic of the text has changed."""
 MARGIN = 0.01
 """The fraction by which another rule must miss less than the leader to replace it."""
 _UNCOUNTED = 4096
-"""The largest number of routings whose uses are added to the plain counts later."""
+"""The largest number of routings that wait until their uses are added to the counts of the rule `lfu`."""
 
 
 class Adaptive(Eviction):
-    """The policy `auto`: the best of `RULES`, chosen with shadow caches. `victims` costs O(L x E); in a trial, each
-    layer with misses costs as much for every rule."""
+    """The policy `auto`: follows the best of `RULES`, which it chooses with shadow caches (simulated caches without
+    weights). `victims` costs O(L x E); in a trial, each layer with misses costs as much for every rule."""
 
     name = "auto"
     is_orderless = True
@@ -156,8 +157,8 @@ class Adaptive(Eviction):
         return float(values[place]) if key[1] < self._width and place < len(values) else 0.0
 
     def _remember(self, layer: int, used: np.ndarray, steps: list[np.ndarray]) -> None:
-        """Record uses in one layer for the rules `lfu` and `window`. `used`: the indices of the experts that the call
-        uses; `steps`: the indices used in each step, several for a prompt."""
+        """Store the uses of one layer for the rules `lfu` and `window`. `used`: the indices of the experts that the
+        observed routing uses; `steps`: the indices used in each of its steps, several for a prompt."""
         recent = self._recent.get(layer)
         if recent is None:
             recent = self._recent[layer] = deque(maxlen=WINDOW + 1)
@@ -229,7 +230,7 @@ class Adaptive(Eviction):
 
 
 class _Trial:
-    """The misses that each rule would have had since the trial began."""
+    """The comparison of the rules since the trial began: the misses that each rule would have had."""
 
     def __init__(self, leader: int, resident: np.ndarray, began: int) -> None:
         self.began = began
@@ -239,8 +240,8 @@ class _Trial:
         self._shadows = {rule: resident.copy() for rule in range(len(RULES)) if rule != leader}
 
     def charge(self, values: list[np.ndarray], used: np.ndarray, missed: int) -> None:
-        """Record one layer of a decode step that uses the experts at the indices `used`. The leader has missed `missed`
-        of them."""
+        """Record one layer of a decode step that uses the experts at the indices `used`. `missed`: how many of them the
+        cache of the leader, the rule that is followed now, has missed."""
         self.misses[self._leader] += missed
         for rule, shadow in self._shadows.items():
             missing = shadow[used].tolist().count(False)
@@ -264,8 +265,8 @@ class _Trial:
         )
 
     def winner(self) -> int:
-        """Return the rule to follow from now on: the one with the fewest misses if it is clearly better, otherwise the
-        leader."""
+        """Return the rule to follow from now on: the rule with the fewest misses if it is clearly better than the
+        leader, otherwise the leader."""
         best = min(range(len(RULES)), key=lambda rule: (self.misses[rule], rule))
         return best if self.misses[best] < (1 - MARGIN) * self.misses[self._leader] else self._leader
 

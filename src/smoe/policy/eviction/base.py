@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 class EvictionSettings(NamedTuple):
-    """The settings of `EngineConfig` and the learned parameters that define an eviction policy. None stands for the
-    default."""
+    """The settings of `EngineConfig` and the learned parameters that define an eviction policy. A field that is None
+    has its default."""
 
     name: str
     pools: str = "global"
@@ -66,7 +66,8 @@ class Eviction(ABC):
 
     @classmethod
     def of_settings(cls, settings: EvictionSettings) -> Eviction:
-        """Return a new policy with these settings. A class that declares `settings` overrides this method."""
+        """Return a new policy with these settings. A class that declares the attribute `settings` overrides this
+        method."""
         del settings
         return cls()
 

@@ -41,10 +41,10 @@ DISCOUNT = 0.8
 """The constant D. Values from 0.5 to 0.95 change the misses by about 2 %; smaller values are better for small
 caches."""
 DECAY = 0.5
-"""The factor by which the context shrinks from token to token."""
+"""The factor by which the context, a sum over the chosen experts, shrinks from token to token."""
 _LEAST = 0.02
-"""The smallest fraction of the first part's estimate that remains after the second part is added, so that no estimate
-is 0."""
+"""The smallest fraction of the first part's estimate that remains when the second part lowers it, so that no estimate
+becomes 0."""
 
 
 class NextUse(NamedTuple):
@@ -58,7 +58,7 @@ class NextUse(NamedTuple):
     source: np.ndarray
     """[L, E, R] the vector that each expert adds to the context when it is chosen."""
     usual: np.ndarray
-    """[L, R] what a token adds to the context on average; the context contains differences from this mean."""
+    """[L, R] the mean vector that a token adds to the context. The context contains differences from this mean."""
     target: np.ndarray
     """[L, E, R] the vector of each expert whose scalar product with the context is the second part's estimate."""
     offset: np.ndarray
@@ -98,15 +98,14 @@ def features(fading: np.ndarray, uses: np.ndarray, latest: np.ndarray, steps: in
 
 
 def chance(found: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return [...], the first part's estimate of D^n, between 0 and 1, from the inputs `found` [..., F] and `weights`
-    [F]."""
+    """Return [...], the first part's estimate of D^n, between 0 and 1. `found`: [..., F] the inputs; `weights`: [F]."""
     estimate: np.ndarray = 1.0 / (1.0 + np.exp(-np.clip(found @ weights, -30.0, 30.0)))
     return estimate
 
 
 def spread(estimate: np.ndarray) -> np.ndarray:
-    """Return the standard deviation of a random 0 or 1 whose mean is `estimate`. The second part's estimate is in this
-    unit."""
+    """Return the standard deviation of a random variable that is 0 or 1 and whose mean is `estimate`. The second part's
+    estimate is a multiple of it."""
     off: np.ndarray = np.sqrt(estimate * (1.0 - estimate))
     return off
 
@@ -152,7 +151,8 @@ class Learned(Ranked):
             self._estimate(layer, used)
 
     def _record(self, layer: int, rows: Sequence[Sequence[int]]) -> list[int]:
-        """Record one step of a layer. `rows`: the experts that each row has chosen. Return these experts, each once."""
+        """Record one step of a layer. `rows`: for each row of the step, the experts that it has chosen. Return the
+        chosen experts, each once."""
         used = list(rows[0]) if len(rows) == 1 else sorted(set().union(*rows))
         fading = self._numbers[: len(HORIZONS), layer]
         fading *= FADING[:, None]

@@ -43,8 +43,8 @@ class Multidimensional(Ranked):
     settings = ("cache_weights", "cache_records")
 
     def __init__(self, weights: Sequence[float] = WEIGHTS, of_sequence: bool = True) -> None:
-        """`weights`: as `WEIGHTS`. `of_sequence`: R, F, H and T restart with every prompt; otherwise they count since
-        the model was loaded."""
+        """`weights`: the four weights in the order of `WEIGHTS`. `of_sequence`: whether R, F, H and T restart with
+        every prompt; otherwise they count since the model was loaded."""
         assert len(weights) == 4, weights
         super().__init__(numbers=3)
         self._weights = weights

@@ -18,7 +18,7 @@ from smoe.routing import Routing
 
 
 class LayerPools(Eviction):
-    """One policy for each layer, and an equal share of `share` slots for each."""
+    """One eviction policy for each layer, and `share` slots for each layer."""
 
     name = "layer pools"
 
@@ -52,9 +52,9 @@ class LayerPools(Eviction):
         self._pool(routing.layer).observe(routing)
 
     def victims(self, count: int, shield: Container[ExpertKey]) -> list[ExpertKey]:
-        """Return victims for the layer whose router was observed last. If this layer has less than its share of slots,
-        residents of layers with more than theirs come first. Residents of this layer follow, then those of any layer.
-        """
+        """Return victims for the layer whose router was observed last. If this layer has fewer slots than its equal
+        share, residents of layers with more slots than theirs come first. Residents of this layer follow, and then
+        residents of any layer."""
         found = [key for key in self._surplus() if key not in shield][: max(0, count)]
         for layer in (self._running, *self._others()):
             if len(found) < count:
@@ -76,7 +76,7 @@ class LayerPools(Eviction):
         return taken
 
     def _others(self) -> list[int]:
-        """Return the other layers, those with most residents first."""
+        """Return the layers other than the one observed last, those with most residents first."""
         sizes = self._sizes
         return sorted((layer for layer in self._pools if layer != self._running), key=lambda n: (-sizes[n], n))
 
@@ -87,12 +87,13 @@ class LayerPools(Eviction):
 
 
 class SizePools(Eviction):
-    """One policy for the layers of each slot size, so that a layer's victims have slots in which its experts fit."""
+    """One eviction policy for all layers whose experts have the same slot size, so that the victims of a layer have
+    slots in which its experts fit."""
 
     name = "size pools"
 
     def __init__(self, pools: Mapping[int, Eviction]) -> None:
-        """`pools`: the policy of each layer; layers whose experts use the same slots have the same object."""
+        """`pools`: {layer: policy}. Layers whose experts use the same slots have the same policy object."""
         self._pools = pools
         self._all = list({id(pool): pool for pool in pools.values()}.values())
         self._running = self._all[0]
@@ -127,13 +128,13 @@ class SizePools(Eviction):
 
 
 class FormPools(Eviction):
-    """One policy for the copies of each format. Each policy observes every routing. It identifies its residents as full
-    copies, whatever their format."""
+    """One eviction policy for the copies of each format (full or low-precision). Each policy observes every routing. A
+    policy sees its residents under the keys of full copies, whatever their format."""
 
     name = "form pools"
 
     def __init__(self, policies: Mapping[int, Eviction]) -> None:
-        """`policies`: the policy of each format."""
+        """`policies`: {format: policy}."""
         self._pools = {form: _OneForm(policy, form) for form, policy in policies.items()}
 
     @property
@@ -167,7 +168,8 @@ class FormPools(Eviction):
 
 
 class _OneForm(Eviction):
-    """Adapts a policy to copies of one format: keys are converted to those of full copies, and results back."""
+    """Adapts a policy to the copies of one format: the keys of these copies are converted to keys of full copies and
+    back."""
 
     name = "one form"
 
@@ -200,7 +202,8 @@ class _OneForm(Eviction):
 
 
 class _ShieldOf:
-    """Contains the key of a full copy if `shield` contains the copy of the same expert in the format `form`."""
+    """A container that contains the key of a full copy if `shield` contains the copy of the same expert in the format
+    `form`."""
 
     def __init__(self, form: int, shield: Container[ExpertKey]) -> None:
         self._form = form

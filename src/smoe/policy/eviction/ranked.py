@@ -13,12 +13,12 @@ from smoe.policy.eviction.base import Eviction
 _SORTED = 128
 """The number of residents up to which sorting is faster than partitioning."""
 _SPARE = 4
-"""The number of additional victims in the first search, because some of those found may be in the shield."""
+"""The number of victims that the first search finds beyond those requested, because some may be in the shield."""
 
 
 class Ranked(Eviction):
-    """Stores residency and numbers for every expert in arrays [L, E] (layers, experts), which grow with new layers and
-    experts. `victims` costs O(L x E)."""
+    """The base of policies that store residency and numbers for every expert in arrays [L, E] (layers, experts). The
+    arrays grow with new layers and experts. `victims` costs O(L x E)."""
 
     def __init__(self, numbers: int) -> None:
         self._numbers = np.zeros((numbers, 0, 0))
@@ -80,8 +80,8 @@ def lowest_residents(
 
 
 def lowest(values: np.ndarray, among: np.ndarray, count: int) -> np.ndarray:
-    """Return the indices of the `count` lowest of `values` at which `among` is true, ascending by value, then by
-    index."""
+    """Return the indices of the `count` lowest elements of `values` among those for which `among` is true, ascending by
+    value, then by index."""
     places = among.nonzero()[0]
     left = values.take(places)
     if len(places) > _SORTED:

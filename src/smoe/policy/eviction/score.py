@@ -69,7 +69,7 @@ def _as_scores(routing: Routing) -> list[list[float]]:
 
 
 class _Layer:
-    """The scores of one layer's last steps in a ring buffer, and their sum.
+    """One layer's scores in the last steps, in a ring buffer, and the sum of these scores for every expert.
 
     Scores are stored as integers, so that adding and subtracting a step is exact: experts with equal scores have equal
     sums.
@@ -81,8 +81,8 @@ class _Layer:
         self._count = 0
 
     def add(self, rows: Sequence[Sequence[float]]) -> None:
-        """Add one step. `rows`: the scores of all experts, for every row. Masked experts (minus infinity) count as
-        zero."""
+        """Add the scores of one step. `rows`: the scores of all experts, for every row. Masked experts (minus infinity)
+        count as zero."""
         if len(rows) == 1 and min(rows[0]) >= 0.0:  # the usual case, with as few operations as possible
             values = np.multiply(rows[0], _UNIT / max(sum(rows[0]), 1e-30))
         else:
