@@ -1,4 +1,5 @@
-"""The common part of the API's responses: turns generated texts into one JSON body, or into a stream of events."""
+"""Responses to requests for text, as far as all endpoints have them in common: generated texts become one JSON body or
+a stream of events."""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ from smoe.server.texts import Texts
 
 @dataclass(frozen=True)
 class Form:
-    """The values of a request from which its response is made, apart from the prompt."""
+    """The values of a request, apart from the prompt, from which its response is made."""
 
     settings: Mapping[str, str]
-    """For each setting of the library that this request sets: its name in the request, for error messages."""
+    """{name of a library setting that this request sets: its name in the request}, for error messages."""
     is_streamed: bool
     wants_usage: bool
     """Whether a stream ends with the token counts."""
@@ -37,12 +38,12 @@ class EndpointAnswer(ABC):
     done = DONE
     """The last event of a stream; empty if streams of this endpoint have none."""
     still_here = STILL_HERE
-    """What a stream sends while nothing comes; empty for nothing."""
+    """The bytes that a stream sends to stay open while no text is generated; empty: none."""
     media_type = EventStream.media_type
-    """The type of a stream."""
+    """The media type of a streamed response."""
 
     def __init__(self, texts: Texts, choices: Sequence[ChoiceText], fields: Mapping[str, str]) -> None:
-        """`fields`: names of the library's settings in the request, for error messages."""
+        """`fields`: {name of a library setting: its name in the request}, for error messages."""
         self._texts, self._choices, self._fields = texts, list(choices), fields
 
     async def to(self, request: Request, is_streamed: bool) -> Response:
@@ -84,24 +85,25 @@ class EndpointAnswer(ABC):
                 yield self.done
 
     def _keep(self, index: int, delta: Delta) -> None:
-        """Store text that has been added to a choice, in a response that is not streamed. The choice itself is already
-        updated."""
+        """Store `delta`, which has been added to choice `index`, in a response that is not streamed. The choice itself
+        is already updated."""
 
     @abstractmethod
     def _ended(self) -> dict[str, Any]:
         """Return the body of the finished response."""
 
     def _begun(self) -> bytes:
-        """Return the events that come before those of all texts."""
+        """Return the events at the beginning of the stream, before the events of all texts."""
         return b""
 
     @abstractmethod
     def _added(self, index: int, delta: Delta) -> bytes:
-        """Return the events for text that has been added to text `index`, and for its end."""
+        """Return the events for `delta`, which has been added to text `index`. The end of a text is such an addition
+        too."""
 
     @abstractmethod
     def _last(self) -> bytes:
-        """Return the events that come after those of all texts."""
+        """Return the events at the end of the stream, after the events of all texts."""
 
     def _failed(self, problem: ApiError) -> bytes:
         """Return the event that reports an error."""
@@ -109,7 +111,7 @@ class EndpointAnswer(ABC):
 
 
 def head_of(serving: Serving, prefix: str) -> dict[str, Any]:
-    """Return the fields with which every body and every chunk of a response begins."""
+    """Return the fields with which the body, or each chunk of a stream, begins."""
     return {
         "id": prefix + secrets.token_hex(12),
         "created": int(time.time()),

@@ -1,4 +1,4 @@
-"""The base of all requests' fields: which are not supported, and which model the request is for."""
+"""The base class of the fields of all requests: which fields are not supported, and for which model a request is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from smoe.server.problem import refused
 
 
 def _tell_unsupported(schema: dict[str, Any], kind: type[BaseModel]) -> None:
-    """Describe in a schema the values that unsupported fields may have."""
+    """Add to a JSON schema the values that unsupported fields may have."""
     for name, harmless in kind.harmless().items() if issubclass(kind, AskedFields) else ():
         schema["properties"][name] = {
             "enum": [None, *harmless],
@@ -29,11 +29,11 @@ class AskedFields(BaseModel):
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Fields that would change the response but are not supported, with the values that change nothing."""
     names: ClassVar[dict[str, str]] = {}
-    """This request's names for the library's settings, where they differ."""
+    """{name of a library setting: its name in this kind of request}, where the two names differ."""
     takes_any_model: ClassVar[bool] = False
     """Whether `model` may be any name: agents send the names of their maker's models."""
     tags: ClassVar[tuple[str, ...]] = ("",)
-    """What may follow the model's name."""
+    """The suffixes that may follow the model's name in a request, such as a tag."""
 
     @classmethod
     def harmless(cls) -> dict[str, tuple[Any, ...]]:
@@ -42,7 +42,7 @@ class AskedFields(BaseModel):
 
     @property
     def asked_model(self) -> str | None:
-        """The name of the model that the request is for; None: whichever is served."""
+        """The name of the model that the request is for; None: the model that is served."""
         return None
 
     def check_unsupported(self) -> None:
@@ -56,10 +56,10 @@ class AskedFields(BaseModel):
 
     @property
     def settings(self) -> dict[str, str]:
-        """The library's settings of this request, each with its name here."""
+        """{name of a library setting that this request sets: its name in the request}."""
         return {name: name for name in type(self).model_fields} | self.names
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Compare as JSON does: true is not 1."""
+    """Return whether two values are equal in JSON, where true is not 1."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other

@@ -46,9 +46,9 @@ async def body_of(request: Request) -> bytes:
 
 
 def asked_of(kind: type[_T], data: bytes, unknown: UnknownFields) -> tuple[_T, list[str]]:
-    """Return the validated fields of a body. Raises an `ApiError` for an invalid body.
+    """Return the validated fields of a request body. Raises an `ApiError` for an invalid body.
 
-    This may take long: do not call it on the event loop's thread.
+    Validation may take long: do not call this function on the event loop's thread.
     """
     value = _value_of(data)
     names = unknown.check(kind, value)
@@ -56,7 +56,8 @@ def asked_of(kind: type[_T], data: bytes, unknown: UnknownFields) -> tuple[_T, l
 
 
 def fields_of(kind: type[_T], value: Any) -> _T:
-    """Validate a body's JSON value. Raises an `ApiError` for an invalid one."""
+    """Return the validated fields of a request body that was parsed as JSON. Raises an `ApiError` for an invalid
+    body."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:
@@ -84,7 +85,7 @@ def _check_form(headers: Headers) -> None:
 
 
 def _value_of(data: bytes) -> Any:
-    """Return a body's JSON value."""
+    """Return the JSON value of a request body. Raises an `ApiError` for a body that is not valid JSON."""
     data = data.removeprefix(codecs.BOM_UTF8)
     if not data or data.isspace():
         raise refused("the body is empty; it must be a JSON object")

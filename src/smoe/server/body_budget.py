@@ -29,7 +29,8 @@ class BodyBudget:
         return BodyBytes(self)
 
     def take(self, nbytes: int) -> None:
-        """Add `nbytes` to the bytes in memory. Raises an `ApiError` of status 429 if they exceed the limit."""
+        """Count `nbytes` more bytes of request bodies in memory. Raises an `ApiError` of status 429 if the sum exceeds
+        the limit."""
         self._check(nbytes)
         self.held_bytes += nbytes
 
@@ -39,7 +40,7 @@ class BodyBudget:
 
 
 class BodyBytes:
-    """An account: how many bytes of one request's body count towards the limit."""
+    """The account of one request's body: how many of its bytes count towards the limit of all bodies."""
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget, self._nbytes = budget, 0
@@ -50,7 +51,7 @@ class BodyBytes:
         self._nbytes += nbytes
 
     def release(self) -> None:
-        """Stop counting the body, because it is no longer in memory. Repeated calls have no effect."""
+        """Stop counting the bytes of this body, because it is no longer in memory. Repeated calls have no effect."""
         self._budget.held_bytes -= self._nbytes
         self._nbytes = 0
 

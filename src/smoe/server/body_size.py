@@ -22,7 +22,8 @@ _BRACES = re.compile(rb"[{}]")
 
 
 def check_size(data: bytes) -> None:
-    """Raise an `ApiError` for a body with too many values. Takes linear time, in short steps."""
+    """Raise an `ApiError` for a body with too many values, objects or lists. The check takes linear time and works in
+    short steps."""
     if _is_small(_containers(data), data.count(b",")) and data.count(b":") <= MOST_FIELDS:
         return
     containers = commas = fields = 0
@@ -43,8 +44,9 @@ def check_size(data: bytes) -> None:
 
 
 def _fields_in_a_row(before: int, outside: bytes) -> int:
-    """Return the number of fields since the last brace. `before`: fields before these bytes; `outside`: bytes outside
-    of strings. Raises an `ApiError` for too many in one object."""
+    """Return the number of fields since the last brace, which bounds the number of fields of one object. `before`: the
+    number before these bytes; `outside`: the bytes outside of strings. Raises an `ApiError` if the number is too
+    large."""
     fields = before
     for number, part in enumerate(_BRACES.split(outside)):
         fields = part.count(b":") + (0 if number else fields)

@@ -13,14 +13,14 @@ from smoe.server.token_text import TokenTexts
 
 
 class TokenChances(NamedTuple):
-    """The log probability of a token, and the likeliest tokens at its position with theirs."""
+    """The log probability of a token, and the likeliest tokens at its position with their log probabilities."""
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]
 
     def in_words(self, texts: TokenTexts) -> dict[str, Any]:
-        """Return these log probabilities in the form of chat completions."""
+        """Return these log probabilities in the form of chat completions, with the texts of tokens."""
         top = [_one(texts, token, logprob) for token, logprob in self.top]
         return {**_one(texts, self.token, self.logprob), "top_logprobs": top}
 
@@ -48,7 +48,8 @@ class ToolCall:
 
 @dataclass
 class ChoiceText:
-    """Assembles one choice from events: `take` processes an event and returns what the event adds."""
+    """Assembles one text of a response (a choice) from the decode loop's events. `take` processes an event and returns
+    the addition to the text."""
 
     request: Request
     reader: OutputReader = field(default_factory=lambda: OutputReader(plain_text))
@@ -67,8 +68,8 @@ class ChoiceText:
     """The reason why the text has ended; None while it continues."""
 
     def take(self, what: Piece | End) -> Delta:
-        """Process one event, and return what it adds. Raises the error with which the text has failed, or an `ApiError`
-        if the server has cancelled the text."""
+        """Process one event of the decode loop, and return the text, reasoning and calls that it adds. Raises the error
+        with which the text has failed, or an `ApiError` if the server has cancelled the text."""
         if isinstance(what, End):
             if what.error is not None:
                 raise what.error
@@ -113,8 +114,9 @@ class ChoiceText:
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """Return the arguments of a call. A text that is no JSON object (it was cut off, or the model wrote another) is
-    returned as Anthropic's documentation wraps it: without arguments, the call would be another one."""
+    """Return the arguments of a tool call as a JSON object. If they are not a JSON object, because the text was cut off
+    or the model wrote something else, return their text wrapped in an object, as in Anthropic's documentation.
+    Otherwise the client would see a call with other arguments."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

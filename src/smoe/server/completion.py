@@ -18,7 +18,7 @@ from smoe.server.texts import TextRequest, Texts
 from smoe.server.token_text import TokenTexts
 
 _USUAL_TOKENS = 16
-"""OpenAI's default of `max_tokens`."""
+"""OpenAI's default for `max_tokens` in plain completions."""
 
 
 async def completions(serving: Serving, request: Request) -> Response:
@@ -34,7 +34,7 @@ async def completions(serving: Serving, request: Request) -> Response:
 
 
 def texts_wanted(serving: Serving, asked: CompletionAsked) -> list[TextRequest]:
-    """Return the texts of a request. Raises an `ApiError` for prompts that cannot be continued."""
+    """Return the texts to generate for a request. Raises an `ApiError` for prompts that cannot be continued."""
     prompts = _prompts(serving, asked.prompt)
     if len(prompts) * (asked.n or 1) > MOST_TEXTS:
         raise refused(f"a request may have at most {MOST_TEXTS} texts (prompts times 'n')", "n")

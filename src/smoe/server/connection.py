@@ -62,7 +62,7 @@ class Connection(H11Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the server waits for the client to send a request or the rest of one."""
+        """Whether the server waits for the client to send the beginning or the rest of a request."""
         return self.is_idle or self.cycle.more_body
 
     @property
@@ -92,7 +92,7 @@ class Connection(H11Protocol):
             self.loop.call_soon(self._parse_more)
 
     def _parse_more(self) -> None:
-        """Parse the next slice; after the last one, resume reading."""
+        """Parse the next slice of the received bytes. After the last slice, resume reading from the client."""
         if not self._unparsed:
             return
         data = bytes(self._unparsed[:_SLICE_BYTES])
@@ -167,7 +167,7 @@ class Connection(H11Protocol):
 
 
 class _Limit:
-    """A timer that calls a function when its time is over."""
+    """A timer that calls a function when its time limit is reached."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float, then: Callable[[], None]) -> None:
         self._loop, self._seconds, self._then = loop, seconds, then
@@ -189,7 +189,7 @@ class _Limit:
 
 
 class _Lingering:
-    """A transport whose `close` calls the connection's own.
+    """A transport whose `close` calls a method of the connection instead of closing the socket at once.
 
     uvicorn would close a connection at once while its client still sends. The system then reports a reset to the client
     instead of the response.

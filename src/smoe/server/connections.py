@@ -29,7 +29,8 @@ _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class ConnectionLimit(NamedTuple):
-    """The numbers of connections that the operating system's limit on open files allows."""
+    """How many connections the server may have open and may accept at a time, given the operating system's limit on
+    open files."""
 
     connections: int
     accepted: int
@@ -37,8 +38,9 @@ class ConnectionLimit(NamedTuple):
 
 
 def room_for(wanted: int, files: int | None, opened: int) -> ConnectionLimit:
-    """Return the numbers of connections. `files`: the limit on open files (None: none); `opened`: files that are open.
-    A quarter of the remaining files is reserved for the model; half of that quarter bounds the accepted connections."""
+    """Return the numbers of connections that are allowed. `files`: the limit on open files (None: none); `opened`: the
+    number of files that are open. A quarter of the remaining files is reserved for the model; half of that quarter
+    bounds the accepted connections."""
     if files is None:
         return ConnectionLimit(wanted, _MOST_ACCEPTED)
     left = files - opened

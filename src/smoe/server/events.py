@@ -41,7 +41,7 @@ def event(value: Any, name: str | None = None) -> bytes:
 
 
 class SentResponse:
-    """Status and progress of one response, read from its ASGI messages."""
+    """The HTTP status of one response and whether it has ended, read from its ASGI messages."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -119,7 +119,7 @@ class EventStream(Response):
 
 
 async def _left(receive: Receive) -> None:
-    """Wait until the client disconnects, and return."""
+    """Return when the client has disconnected."""
     message: Message = {"type": ""}
     while message["type"] != "http.disconnect":
         message = await receive()

@@ -1,7 +1,7 @@
 """Error messages for invalid request fields: what was given, and what is allowed.
 
-pydantic reports the place and the kind of an error. What is allowed comes from the JSON schema that also describes the
-API.
+pydantic reports the position and the kind of an error. The allowed values come from the JSON schema that also describes
+the API.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _PLURALS = {"string": "strings", "integer": "whole numbers", "number": "numbers"
 
 
 class _Place(NamedTuple):
-    """The place of a validation error in a request body."""
+    """The position of a validation error in a request body: the field, its schema and the given value."""
 
     name: str
     """The field's name as OpenAI writes it, such as `messages[0].role`; without keys that the client chose."""
     shown: str
-    """The same name including keys that the client chose, for the message."""
+    """The field's name including keys that the client chose, for the message."""
     schema: dict[str, Any]
     given: Any
 
 
 def refusal_of(kind: type[BaseModel], error: ValidationError, body: Any) -> ApiError:
-    """Return an `ApiError` for the first field that validation found invalid."""
+    """Return the `ApiError` for the first invalid field of a request."""
     errors = error.errors(include_url=False, include_context=True, include_input=False)
     if not errors[0]["loc"]:
         return refused(f"the body must be a JSON object; it is {shown(body)}")
@@ -65,7 +65,7 @@ def refusal_of(kind: type[BaseModel], error: ValidationError, body: Any) -> ApiE
 
 
 def shown(value: Any) -> str:
-    """Return a value of a request as a short text for a message."""
+    """Return a value of a request as a short JSON text for an error message."""
     if value == [] or value == {}:
         return "an empty list" if value == [] else "an empty object"
     text = _beginning(value)
@@ -77,7 +77,7 @@ def shown(value: Any) -> str:
 
 
 def _beginning(value: Any) -> str:
-    """Return the beginning of a value's JSON; a large value is not serialized to its end."""
+    """Return the beginning of a value's JSON text. A large value is not serialized to its end."""
     if isinstance(value, str):
         return json.dumps(value[: _LONGEST_SHOWN + 1], ensure_ascii=False)
     text = ""
@@ -161,7 +161,8 @@ def _code(error: Any) -> str:
 
 
 def _place(kind: type[BaseModel], loc: Sequence[str | int], body: Any) -> _Place:
-    """Return the place of an error from pydantic's path `loc`. Branches of unions are not part of the field's name."""
+    """Return the field that pydantic's error path `loc` names, with its schema and the given value. Branches of unions
+    in the path are not part of the field's name."""
     schema, given, name, is_ours = _schema_of(kind), body, "", True
     path = ""
     for part in loc:
@@ -187,12 +188,12 @@ def _place(kind: type[BaseModel], loc: Sequence[str | int], body: Any) -> _Place
 
 
 def _choices(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the types that a union allows, except null; empty for a schema that is no union."""
+    """Return the schemas of the types that a union allows, except null; empty for a schema that is no union."""
     return [each for each in schema.get("anyOf", ()) if each.get("type") != "null"]
 
 
 def _resolved(schema: dict[str, Any], kind: type[BaseModel]) -> dict[str, Any]:
-    """Return a schema with its reference resolved and null removed."""
+    """Return a schema with its top-level reference resolved and null removed."""
     while True:
         if "$ref" in schema:
             schema = _schema_of(kind)["$defs"][schema["$ref"].rsplit("/", 1)[1]]

@@ -17,8 +17,8 @@ _PROMPT_TOKENS, _NEW_TOKENS = 8, 2
 
 
 def first_pass(model: PreTrainedModel, tokenizer: Any) -> None:
-    """Generate two tokens in a separate decode loop, so that no later request reuses this text. Raises the error with
-    which the model fails."""
+    """Generate two tokens after a short prompt, in a separate decode loop, so that no later request reuses this text.
+    Raises the error with which the model fails."""
     engine: Any = model.offload
     vocabulary = int(model.config.get_text_config().vocab_size)
     count = min(_PROMPT_TOKENS, engine.context_tokens - _NEW_TOKENS, vocabulary)

@@ -31,7 +31,7 @@ COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separ
 
 class Grammars:
     """Compiles grammars for the tokens of one model. The first use prepares the vocabulary, which takes a second for a
-    large one."""
+    large vocabulary."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> None:
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, sorted(ends)
@@ -56,8 +56,8 @@ class Grammars:
         return self.of_rules(llguidance.LLMatcher.grammar_from_lark(rules), param)
 
     def of_given(self, given: str | GivenGrammar, param: str = "grammar") -> Grammar:
-        """Return the grammar that a request gives: in GBNF or Lark, a regular expression, or a JSON schema. Raises an
-        `ApiError` for an invalid one."""
+        """Return the grammar that a request contains: in GBNF or Lark, a regular expression, or a JSON schema. Raises
+        an `ApiError` for an invalid grammar."""
         import llguidance
         from llguidance.gbnf_to_lark import any_to_lark, gbnf_to_lark
 
@@ -94,7 +94,7 @@ class Grammars:
         return grammar
 
     def _on_a_deep_stack(self, work: Callable[[], _T]) -> _T:
-        """Return the result of `work`, run on a thread with a large stack."""
+        """Return the result of `work`, computed on a thread with a large stack."""
         with ThreadPoolExecutor(1, "smoe-grammar") as thread:
             with self._making:  # the size holds for all threads that begin meanwhile
                 before = threading.stack_size(_STACK_BYTES)
@@ -117,7 +117,7 @@ class Grammars:
 
 
 class Grammar:
-    """The state of a grammar within one text. The decode loop uses it as a `Constraint`."""
+    """The state of a grammar within one text. The decode loop uses it as a `Constraint` on the next token."""
 
     def __init__(self, matcher: Any, vocabulary: int, param: str) -> None:
         """`param`: the request's field that contains the rules."""
@@ -126,7 +126,7 @@ class Grammar:
         self._mask = np.zeros((vocabulary + 31) // 32, np.int32)
 
     def another(self) -> Grammar:
-        """Return a copy of this state, for another text with the same grammar."""
+        """Return a copy of this state, for another text that must match the same grammar."""
         return Grammar(self._matcher.deep_copy(), self._vocabulary, self._param)
 
     def check_first(self) -> None:
@@ -138,7 +138,7 @@ class Grammar:
             raise _unsupported("no text can match it", self._param)
 
     def narrow(self, logits: torch.Tensor) -> None:
-        """Set the logits of forbidden tokens to minus infinity. `logits`: [V]."""
+        """Set the logits of tokens that the grammar forbids to minus infinity. `logits`: [V]."""
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         self._check()
         allowed = np.unpackbits(self._mask.view(np.uint8), bitorder="little")[: self._vocabulary]
@@ -147,7 +147,7 @@ class Grammar:
         logits[self._vocabulary :] = -torch.inf
 
     def take(self, token: int) -> None:
-        """Advance the grammar by the chosen token."""
+        """Advance the grammar's state by the chosen token."""
         self._matcher.consume_token(token)
         self._check()
 
@@ -165,7 +165,8 @@ _VALUES = {"enum", "const", "default", "examples"}
 
 
 def closed(schema: Any) -> Any:
-    """Return a schema whose objects allow only the properties that they list, unless the schema says otherwise.
+    """Return a JSON schema whose objects allow only the properties that they list. Objects for which the schema says
+    otherwise are unchanged.
 
     pydantic, zod and other libraries leave `additionalProperties` out; a model could then add keys until the text
     reaches its limit.

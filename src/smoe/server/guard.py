@@ -43,8 +43,8 @@ class Guard:
         warn: Callable[[str], None] = _log.warning,
         bodies: BodyBudget | None = None,
     ) -> None:
-        """`open_paths`: paths that need no key. `warn` prints for the user who started the server. `bodies`: the memory
-        for request bodies (None: the limit in `config`)."""
+        """`open_paths`: paths that need no key. `warn` prints for the user who started the server. `bodies`: the
+        account of the memory for request bodies (None: the limit in `config`)."""
         self._app, self._config, self._open, self._counted, self._warn = app, config, open_paths, counted, warn
         self._refused: set[str] = set()
         """The origins for which a warning has been printed."""
@@ -190,12 +190,13 @@ def _has_body(headers: Headers) -> bool:
 
 
 def _refuse(problem: ApiError, path: str, has_body: bool) -> Json:
-    """Return an error response that does not wait for the rest of a body; the connection ends after it."""
+    """Return an error response that is sent without waiting for the rest of the request's body. If there is a body, the
+    connection ends after the response."""
     return Json(problem.body_at(path), problem.status, problem.headers | ({"Connection": "close"} if has_body else {}))
 
 
 def _place_of(origin: str) -> str | None:
-    """Return the host and port of an origin; None if the origin is invalid."""
+    """Return the host and port of a web page's origin; None if the origin is invalid."""
     try:
         return urlsplit(origin).netloc
     except ValueError:
@@ -203,12 +204,13 @@ def _place_of(origin: str) -> str | None:
 
 
 _API = ("chat", "completions", "embeddings", "messages", "models", "responses")
-"""The first parts of the API's paths after /v1."""
+"""The path components that follow /v1 in paths of the API."""
 _SLASHES = re.compile(r"/{2,}")
 
 
 def _meant(path: str) -> str:
-    """Return the path that a client probably means. Some base URLs end with one slash too many, or lack /v1."""
+    """Return the path that a client probably means. Some clients' base URLs end with one slash too many, or lack
+    /v1."""
     path = _SLASHES.sub("/", path)
     return f"/v1{path}" if path.split("/")[1:2] and path.split("/")[1] in _API else path
 

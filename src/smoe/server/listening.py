@@ -74,7 +74,7 @@ class Server(uvicorn.Server):
             each.listen(_MOST_PENDING)  # uvicorn's backlog is the number accepted in one turn
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether the server must end now. uvicorn calls this ten times a second."""
+        """Return whether the server must end now. uvicorn calls this method ten times a second."""
         if self._serving.config.exit_on_failure and self._serving.state == "failed":
             self.should_exit = True
         if counter % _HEAP_TICKS == 0:
@@ -119,7 +119,7 @@ class Server(uvicorn.Server):
         asyncio.get_running_loop().call_later(_LAST_SECONDS, self._let_go)
 
     def _let_go(self) -> None:
-        """Disconnect clients that do not read the data that has been sent to them."""
+        """Disconnect clients that have not read the data that was sent to them."""
         for connection in list(self.server_state.connections):
             _log.info("closing the connection of a client that has not read its response")
             connection.transport.abort()

@@ -34,7 +34,7 @@ def bound(config: ServerConfig) -> socket.socket:
 
 
 def _alone() -> int:
-    """Return the socket option that reserves the port for one process and allows a restart at once. On Windows,
+    """Return the socket option that reserves the port for one process and still allows a restart at once. On Windows,
     SO_REUSEADDR would let a second server use the port."""
     return int(getattr(socket, "SO_EXCLUSIVEADDRUSE", socket.SO_REUSEADDR))
 
@@ -96,7 +96,7 @@ def _refused(config: ServerConfig, error: OSError | UnicodeError) -> ConfigError
 
 
 def _by_whom(port: int) -> str:
-    """Return the names of the processes that listen on the port, if the system reports them."""
+    """Return a phrase with the names of the processes that listen on the port, if the system reports them."""
     import psutil
 
     try:

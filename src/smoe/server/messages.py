@@ -27,7 +27,7 @@ _BLOCKS: dict[str, dict[str, Any]] = {
     "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
     "answer": {"type": "text", "text": ""},
 }
-"""An empty content block for each kind of part."""
+"""{kind of output part: an empty content block for it}."""
 
 
 async def messages(serving: Serving, request: Request) -> Response:
@@ -52,7 +52,7 @@ async def count_tokens(serving: Serving, request: Request) -> Response:
 
 
 class _MessagesForm(NamedTuple):
-    """The values of a request from which its response is made."""
+    """The values of a request to `/v1/messages`, apart from the prompt, from which its response is made."""
 
     settings: dict[str, str]
     is_streamed: bool
@@ -86,7 +86,7 @@ def _talk(asked: CountAsked) -> Talk:
 
 
 def _thinking_tokens(thinking: dict[str, Any]) -> int | None:
-    """Return the most tokens of reasoning; None: any number."""
+    """Return the maximum number of tokens of reasoning; None: no limit."""
     given = thinking.get("budget_tokens")
     if given is None or thinking.get("type") != "enabled":
         return None
@@ -96,14 +96,14 @@ def _thinking_tokens(thinking: dict[str, Any]) -> int | None:
 
 
 def _ending(turns: list[dict[str, Any]]) -> Ending:
-    """Return how the prompt ends. If the last message is the assistant's, the answer continues it."""
+    """Return how the prompt ends. If the last message is the assistant's, the response continues this message."""
     last = turns[-1]
     is_prefilled = last["role"] == "assistant" and not last.get("tool_calls")
     return Ending(add_generation_prompt=False, continue_final_message=True) if is_prefilled else NEW_ANSWER
 
 
 def _schema(form: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the schema that the answer must match; None for any text."""
+    """Return the JSON schema that the response must match; None for any text."""
     if form is None:
         return None
     schema = form.get("schema")
@@ -113,7 +113,7 @@ def _schema(form: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool in the form of chat completions."""
+    """Return a tool of Anthropic's API in the form of chat completions."""
     if tool.get("type", "custom") != "custom" or not isinstance(tool.get("name"), str):
         message = (
             "'tools' may contain only tools with a 'name' and an 'input_schema'; this server has no built-in tools"
@@ -127,7 +127,8 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _turns(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the messages of a turn in the form of chat completions. Results of tools become separate messages."""
+    """Yield the messages of one turn of Anthropic's API in the form of chat completions. Results of tools become
+    separate messages."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise refused(f"'messages' has the role {str(role)[:40]!r}; it must be user, assistant or system", "messages")
@@ -147,7 +148,7 @@ def _turns(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _assistant(blocks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a message of the assistant: its text, reasoning and calls."""
+    """Return a message of the assistant in the form of chat completions: its text, reasoning and tool calls."""
     texts = [block for block in blocks if block.get("type") not in ("thinking", "redacted_thinking", "tool_use")]
     turn: dict[str, Any] = {"role": "assistant", "content": text_of(texts, "messages")}
     thoughts = [str(block.get("thinking", "")) for block in blocks if block.get("type") == "thinking"]
@@ -174,7 +175,7 @@ class _MessagesAnswer(EndpointAnswer):
         self._blocks: list[dict[str, Any]] = []
         """The content blocks so far. The `input` of a call is the text of its JSON."""
         self._is_open = False
-        """Whether the last block is incomplete."""
+        """Whether the last content block is incomplete."""
 
     def _keep(self, index: int, delta: Delta) -> None:
         self._added(index, delta)
@@ -246,8 +247,8 @@ class _MessagesAnswer(EndpointAnswer):
 
     @property
     def _stop(self) -> dict[str, Any]:
-        """The reason why the text has ended. If there are several stop strings, it is unknown which one ended the
-        text."""
+        """The fields of the reason why the text has ended. They include the stop string only if the request has just
+        one, because it is unknown which of several has ended the text."""
         is_stopped = self._choice.reason is EndReason.STOP and self._choice.finish_reason == "stop" and self._form.stops
         reason = "stop_sequence" if is_stopped else _STOP_REASONS[self._choice.finish_reason or "stop"]
         stop = self._form.stops[0] if is_stopped and len(self._form.stops) == 1 else None
@@ -255,7 +256,8 @@ class _MessagesAnswer(EndpointAnswer):
 
     @property
     def _usage(self) -> dict[str, int]:
-        """The numbers of tokens. Prompt tokens from the KV cache are counted separately."""
+        """The numbers of tokens in Anthropic's form, in which prompt tokens from the KV cache are counted
+        separately."""
         request = self._choice.request
         return {
             "input_tokens": len(request.ids) - request.reused_tokens,

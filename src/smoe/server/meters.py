@@ -74,7 +74,7 @@ class Meters:
         self._last_token_at[id(request)] = now
 
     def count(self, name: str) -> dict[tuple[str, ...], float]:
-        """Return the values of a counter, such as `smoe_generated_tokens`, by the values of its labels."""
+        """Return {labels: value} of one counter, such as `smoe_generated_tokens`."""
         found = [each for each in self._registry.collect() if each.name == name]
         return {
             tuple(sample.labels.values()): sample.value
@@ -89,7 +89,7 @@ class Meters:
 
 
 class _Live:
-    """Metrics of the engine and the decode loop, computed whenever `/metrics` is requested."""
+    """Metrics of the engine and the decode loop. Their values are read whenever `/metrics` is requested."""
 
     def __init__(self, engine: Engine, loop: DecodeLoop) -> None:
         self._engine, self._loop = engine, loop

@@ -18,7 +18,8 @@ _ENDED_WELL = (EndReason.END, EndReason.STOP, EndReason.LENGTH)
 
 
 class ModelHealth:
-    """The health of one model. Only the decode loop's thread calls `note`; any thread may read the result."""
+    """Whether one model can still be used, judged by how its texts end. Only the decode loop's thread calls `note`; any
+    thread may read the result."""
 
     def __init__(self) -> None:
         self.lost: Exception | None = None
@@ -31,7 +32,7 @@ class ModelHealth:
         return self.lost or (self._unread[-1] if len(self._unread) >= _MOST_UNREAD else None)
 
     def note(self, end: End) -> None:
-        """Record how a text has ended."""
+        """Record how a text has ended, with its error if there was one."""
         if isinstance(end.error, CheckpointError):
             self.lose(end.error)
         elif isinstance(end.error, TransferError):

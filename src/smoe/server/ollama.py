@@ -61,7 +61,7 @@ _Shown = Callable[[str, str, list[dict[str, Any]]], dict[str, Any]]
 
 @dataclass(frozen=True)
 class _OllamaForm:
-    """What a response needs of its request."""
+    """The values of a request to Ollama's API, apart from the prompt, from which its response is made."""
 
     settings: Mapping[str, str]
     model: str
@@ -78,7 +78,7 @@ class _Asked:
 
 
 async def _answered(serving: Serving, request: Request, asked: _Asked | None, shown: _Shown) -> Response:
-    """Return the response; of a request without a prompt, that the model is loaded."""
+    """Return the response to a request. If the request has no prompt, the response says that the model is loaded."""
     if asked is None:
         loaded = {"done": True, "done_reason": "load"}
         return Json({"model": serving.name, "created_at": timestamp(), **shown("", "", []), **loaded})
@@ -97,7 +97,7 @@ def _form(asked: OllamaGenerating, shown: _Shown) -> _OllamaForm:
 
 
 def _common(serving: Serving, asked: OllamaGenerating) -> dict[str, Any]:
-    """Return the common fields of chat and generate as fields of chat completions."""
+    """Return the fields that chat and generate requests share, as fields of chat completions."""
     template: dict[str, Any] = {}
     if asked.think is not None:
         template = thinking({}, bool(asked.think))
@@ -127,7 +127,7 @@ def _of_chat(serving: Serving, body: dict[str, Any]) -> Prepared:
 
 
 def _of_text(serving: Serving, asked: OllamaGenerateAsked, prompt: str) -> Prepared:
-    """Return the continuation of a text that no chat template surrounds."""
+    """Return the text to generate as a continuation of `prompt`, to which no chat template is applied."""
     sampling = {} if asked.options is None else asked.options.sampling()
     schema = {"type": "object"} if asked.format == "json" else asked.format
     body = {
@@ -144,8 +144,8 @@ def _of_text(serving: Serving, asked: OllamaGenerateAsked, prompt: str) -> Prepa
 
 
 def _messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a conversation as chat completions have it. Ollama's calls have no ids: results come in the order of the
-    calls."""
+    """Return a conversation in the form of chat completions. Ollama's tool calls have no ids, so results are assigned
+    to the calls in their order."""
     messages: list[dict[str, Any]] = []
     calls = deque[str]()
     for message in given:
@@ -193,7 +193,8 @@ class _OllamaAnswer(EndpointAnswer):
         return self._head() | shown | self._logprobs(choice.chances) | self._end()
 
     def _added(self, index: int, delta: Delta) -> bytes:
-        """Return a line for new text and for calls that are complete: later ones, and the end, complete a call."""
+        """Return a line of the stream for new text, reasoning and complete tool calls. A call is complete when a later
+        call begins or the text ends."""
         text, thought = (
             "".join(part.text for part in delta.parts if part.kind == kind) for kind in ("answer", "reasoning")
         )
@@ -217,7 +218,8 @@ class _OllamaAnswer(EndpointAnswer):
         return {"logprobs": [each.in_words(self._tokens) for each in chances]} if self._form.has_logprobs else {}
 
     def _end(self) -> dict[str, Any]:
-        """Return the last fields: why the text has ended, and the work in tokens and nanoseconds."""
+        """Return the fields of the last line: the reason why the text has ended, and the work in tokens and
+        nanoseconds."""
         request = self._choice.request
         return {
             "done": True,

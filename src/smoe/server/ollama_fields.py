@@ -10,7 +10,8 @@ from smoe.server.asked import AskedFields
 from smoe.server.fields import MOST_MESSAGES, UP_TO_THE_CONTEXT, Likeliest, Objects
 
 _FILL_CONTEXT = -2
-"""As `num_predict`: until the context is full. -1, no limit, means the same here: a text cannot leave its context."""
+"""The value of `num_predict` that means: until the context is full. -1, no limit, has the same meaning here, because a
+text cannot leave its context."""
 
 
 class LoadingOptions(BaseModel):
@@ -56,7 +57,7 @@ class OllamaOptions(LoadingOptions):
     typical_p: Any = None
 
     def sampling(self) -> dict[str, Any]:
-        """Return the options that decide the text, as fields of chat completions."""
+        """Return the options that decide which tokens are chosen, as fields of chat completions."""
         given = self.model_dump(exclude_none=True, exclude=set(LoadingOptions.model_fields))
         return given | ({"num_predict": UP_TO_THE_CONTEXT} if self.num_predict == _FILL_CONTEXT else {})
 

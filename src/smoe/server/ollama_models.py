@@ -17,7 +17,7 @@ from smoe.server.serving import Serving
 _FOLLOWED = "0.13.0"
 """The version of Ollama's API that is followed: clients decide by it what they send."""
 _NEVER = "9999-12-31T23:59:59Z"
-"""The time when the model is unloaded."""
+"""The time at which the model is unloaded, in a form that clients take for "never"."""
 
 
 def ollama_version() -> dict[str, str]:
@@ -26,7 +26,7 @@ def ollama_version() -> dict[str, str]:
 
 
 class OllamaModel:
-    """The served model in Ollama's form."""
+    """The served model in the form of Ollama's API."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
@@ -56,7 +56,7 @@ class OllamaModel:
         return {"models": [self._entry() | held]}
 
     async def show(self, request: Request) -> Response:
-        """Return what is known of the model."""
+        """Return the response to `/api/show`: the model's details."""
         return Json(await self._serving.read(OllamaShowAsked, request, lambda asked: self._shown()))
 
     def _shown(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from smoe.server.unknown_fields import IGNORED_FIELDS
 METRICS_TYPE = "text/plain; version=0.0.4"
 _JSON, _EVENTS, _LINES = "application/json", "text/event-stream", "application/x-ndjson"
 _PARTS = {_EVENTS: "x-event-data", _LINES: "x-line"}
-"""The parts of a stream: the data of an event, or a line."""
+"""{media type of a stream: the extension key of its schema, for the data of one event or for one line}."""
 _REF = "#/components/schemas/{model}"
 _REFUSALS = {
     400: "The request is invalid or cannot be served; `param` names the field.",
@@ -65,12 +65,12 @@ class Operation:
     path: str
     summary: str
     content: dict[str, Any]
-    """The content of the response of status 200, by media type: a model, or a description."""
+    """{media type: content of the response of status 200}. The content is a model, or a description."""
     asked: type[AskedFields] | None = None
     refusals: tuple[int, ...] = ()
     """The HTTP statuses of this operation's errors, in addition to those of every path."""
     others: dict[int, type[BaseModel]] = field(default_factory=dict)
-    """The models of error bodies in another form than `Refusal`, by HTTP status."""
+    """{HTTP status: model of the error body}, for errors whose body is not a `Refusal`."""
     is_open: bool = False
     """Whether the path needs no key."""
     takes_head: bool = True
@@ -189,7 +189,7 @@ OPERATIONS = (
 
 @functools.cache
 def document(model: str, needs_key: bool) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 description of a server of one model, which the caller must not change."""
+    """Return the OpenAPI 3.1 description of a server of one model. The caller must not change the description."""
     paths: dict[str, dict[str, Any]] = {}
     for each in OPERATIONS:
         described = _described(each, needs_key)

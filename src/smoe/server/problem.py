@@ -30,7 +30,7 @@ _ANTHROPIC = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""Types of errors in Anthropic's API, by status."""
+"""{HTTP status: type of the error in Anthropic's API}."""
 
 
 class ApiError(Exception):
@@ -61,16 +61,16 @@ class ApiError(Exception):
 
     @property
     def for_anthropic(self) -> dict[str, Any]:
-        """The body of the error on paths of Anthropic's API."""
+        """The error's JSON body in the form of Anthropic's API."""
         return {"type": "error", "error": {"type": _ANTHROPIC.get(self.status, "api_error"), "message": self.message}}
 
     @property
     def for_ollama(self) -> dict[str, Any]:
-        """The error's body on the paths of Ollama's API."""
+        """The error's JSON body in the form of Ollama's API."""
         return {"error": self.message}
 
     def body_at(self, path: str) -> dict[str, Any]:
-        """Return the error's body in the form of a path's API."""
+        """Return the error's JSON body in the form of the API to which the path belongs."""
         if path.startswith("/api/"):
             return self.for_ollama
         return self.for_anthropic if path.startswith("/v1/messages") else self.body
@@ -86,7 +86,7 @@ def refused(message: str, param: str | None = None, code: str | None = None) -> 
 
 
 def busy(why: str) -> ApiError:
-    """Return an error of status 429: the server has no room now; `why` says for what."""
+    """Return an error of status 429: the server has no room for the request now. `why`: what is full."""
     message, seconds = f"the server is busy: {why}", _RETRY_SECONDS
     return ApiError(429, message, type="rate_limit_error", code="queue_full", retry_after_seconds=seconds)
 
@@ -110,8 +110,9 @@ def failed(why: Exception) -> ApiError:
 
 
 def problem_of(error: Exception, fields: Mapping[str, str], is_whole_context: bool = False) -> ApiError:
-    """Convert an error of the library to the client's. `fields`: names of settings in the request; an error in any
-    other setting is the server's fault. `is_whole_context`: the server already uses all of the model's positions."""
+    """Convert an exception of the library to an error response. `fields`: {name of a library setting: its name in the
+    request}; an error in any other setting is the server's fault. `is_whole_context`: whether the server already uses
+    all of the model's positions."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextError):
@@ -131,7 +132,7 @@ def problem_of(error: Exception, fields: Mapping[str, str], is_whole_context: bo
 
 
 def in_fields(message: str, fields: Mapping[str, str]) -> str:
-    """Return a message of the library with the request's field names instead of setting names."""
+    """Return an error message of the library in which names of settings are replaced by the request's field names."""
     return _SETTING.sub(lambda found: f"'{fields.get(found[1], found[1])}'", message)
 
 

@@ -58,11 +58,12 @@ class Prompts:
         return self._conversations.template.state
 
     def close(self) -> None:
-        """End the rendering of conversations; one in progress fails. Any thread may call this."""
+        """Stop rendering conversations; the rendering in progress fails. Any thread may call this method."""
         self._conversations.template.close()
 
     def place_of(self, ids: Sequence[int]) -> At:
-        """Return where a conversation's prompt ends: within reasoning, or before it."""
+        """Return the position in the output's structure at which a conversation's prompt ends: within reasoning, or
+        before it."""
         return self.format.place_of(self._tokenizer.decode(list(ids[-_LAST_TOKENS:]), skip_special_tokens=False))
 
     def of_text(self, text: str) -> list[int]:
@@ -151,8 +152,8 @@ class Prompts:
             return False
 
     def _turn(self, message: dict[str, Any], param: str) -> dict[str, Any]:
-        """Return a message in the form that chat templates expect: its text as one string, arguments of calls as
-        values."""
+        """Return a message in the form that chat templates expect: its text as one string, the arguments of tool calls
+        as values."""
         role = "tool" if message["role"] == "function" else message["role"]
         turn = {"role": role, "content": text_of(message.get("content"), param)}
         for name in ("name", "reasoning_content", "tool_call_id"):

@@ -9,8 +9,8 @@ import uvicorn
 
 
 def spoken_by(app: Any, http: Any = "h11", **given: Any) -> uvicorn.Config:
-    """Return the settings for an application: HTTP/1.1 by h11 (uvicorn would use httptools where installed), no
-    WebSockets, Python's event loop, no log of uvicorn's.
+    """Return uvicorn's settings for an application: HTTP/1.1 by h11 (uvicorn would use httptools where installed), no
+    WebSockets, Python's event loop, and none of uvicorn's own logging.
 
     `http`: a protocol class that replaces uvicorn's h11 protocol.
     """

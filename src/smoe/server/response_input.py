@@ -15,7 +15,7 @@ _ROLES = ("system", "developer", "user", "assistant")
 
 def talk_of(asked: ResponseAsked, before: list[dict[str, Any]]) -> tuple[Talk, list[dict[str, Any]]]:
     """Return the conversation from which the prompt is made, and the messages to store with the response. `before`: the
-    messages of the stored response that is continued."""
+    messages of the stored response that the request continues."""
     messages = before + messages_of(asked.input)
     first = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
     talk = Talk(
@@ -69,7 +69,8 @@ def _parts(content: Any) -> list[dict[str, Any]]:
 
 
 def _add_call(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
-    """Add a call to the last message if that is the assistant's, or else as a message of its own."""
+    """Add a tool call to the last message if that message is the assistant's. Otherwise add the call as a message of
+    its own."""
     function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
     call = {"id": str(item.get("call_id", "")), "type": "function", "function": function}
     if not messages or messages[-1]["role"] != "assistant":

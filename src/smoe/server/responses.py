@@ -28,7 +28,7 @@ _PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "message": ("output_text", {"logprobs": []}),
     "reasoning": ("reasoning_text", {}),
 }
-"""For each kind of text item: the type of its only part, and the part's other fields."""
+"""{kind of text item: (type of its only content part, the other fields of that part)}."""
 
 
 class Responses:
@@ -66,8 +66,8 @@ class Responses:
 
 
 class _Form(NamedTuple):
-    """The values of a request from which its response is made, stored as JSON, because parsed objects take ten times
-    the memory."""
+    """The values of a request to `/v1/responses` from which its response is made. They are stored as JSON, because
+    parsed objects take ten times the memory."""
 
     settings: dict[str, str]
     is_streamed: bool
@@ -110,7 +110,8 @@ class _ResponsesAnswer(EndpointAnswer):
         return b"".join(self._event(f"response.{state}", response=response) for state in ("created", "in_progress"))
 
     def _added(self, index: int, delta: Delta) -> bytes:
-        """Return the events for a delta. Text extends the current message; each call becomes an item of its own."""
+        """Return the events for `delta`. Text extends the current message; each tool call becomes an item of its
+        own."""
         return b"".join(self._items(delta))
 
     def _last(self) -> bytes:

@@ -21,7 +21,7 @@ _ANY_SEED = -1
 
 
 class Copied(Constraint, Protocol):
-    """A constraint of which each text has a copy."""
+    """The interface of a constraint on the next token that is copied for each text."""
 
     def another(self) -> Copied:
         """Return a copy for another text that has the same prompt."""
@@ -63,26 +63,27 @@ def sampling_of(asked: RequestFields, model: PreTrainedModel, max_new_tokens: in
 
 
 def another(sampling: Sampling, number: int) -> Sampling:
-    """Return the sampling of the `number`-th text of a request: the same with another seed."""
+    """Return the sampling settings of the `number`-th text of a request: the same settings with another seed."""
     return replace(sampling, seed=(sampling.seed + number) % 2**63) if number else sampling
 
 
 def texts_of(
     ids: Sequence[int], sampling: Sampling, count: int, logprobs: int | None, constraint: Copied | None
 ) -> list[TextRequest]:
-    """Return the texts of one prompt; each has a copy of the constraint."""
+    """Return one request to the decode loop for each text of a prompt. Each has a copy of the constraint."""
     copies = [constraint if constraint is None or not number else constraint.another() for number in range(count)]
     return [TextRequest(ids, another(sampling, n), logprobs, each) for n, each in enumerate(copies)]
 
 
 def refuse_endless(asked: RequestFields) -> None:
-    """Raise an `ApiError` for a text that must follow a grammar and must not end where the grammar does."""
+    """Raise an `ApiError` for a request that ignores the end token and has a grammar: its text could not end where the
+    grammar ends."""
     if asked.ignore_eos:
         raise refused("'ignore_eos' must be false where a grammar constrains the response", "ignore_eos")
 
 
 def _first(*values: float | None) -> float:
-    """Return the first value that is not None."""
+    """Return the first of the values that is not None."""
     return next(value for value in values if value is not None)
 
 

@@ -135,7 +135,8 @@ class Serving:
         return self._loop.busy_seconds
 
     async def read(self, kind: type[_A], request: HttpRequest, work: Callable[[_A], _T]) -> _T:
-        """Return the result of `work` for a parsed request, computed on the thread for prompts.
+        """Parse a request body, and return the result of `work` for it. Both are computed on the thread that makes
+        prompts.
 
         This thread processes one request at a time, so requests that wait take only the memory of their bodies. Raises
         an `ApiError`.
@@ -152,7 +153,7 @@ class Serving:
             release_body(request.scope)
 
     def _prepared(self, kind: type[_A], data: bytes, work: Callable[[_A], _T]) -> tuple[_T, list[str]]:
-        """Return what `work` makes of a body, and the names of the body's unknown fields."""
+        """Return the result of `work` for a parsed body, and the names of the body's unknown fields."""
         asked, unknown = asked_of(kind, data, self._unknown)
         asked.check_unsupported()
         if asked.asked_model is not None:
@@ -164,7 +165,8 @@ class Serving:
         raise problem  # outside of the `except`: the error would keep what was parsed in memory
 
     def ask(self, wanted: Sequence[TextRequest], fields: Mapping[str, str], is_streamed: bool) -> Texts:
-        """Pass texts to the decode loop. Texts that are not streamed wake the server's thread only when they end.
+        """Pass the texts of a request to the decode loop. If the response is not streamed, only the end of a text wakes
+        the server's thread.
 
         Raises an `ApiError`, in which `fields` gives the names of settings.
         """
@@ -179,7 +181,8 @@ class Serving:
         return texts
 
     def _check_room(self, texts: int) -> None:
-        """Raise an `ApiError` for more texts than the server ever accepts, or than it has room for now."""
+        """Raise an `ApiError` if a request has more texts than the server ever accepts, or than the queue has room for
+        now."""
         places, queue = self._places, self.config.max_waiting
         if texts > places + queue:
             message = (
@@ -207,14 +210,15 @@ class Serving:
             raise over()
 
     def check_name(self, model: str, tags: Sequence[str] = ("",)) -> None:
-        """Raise an `ApiError` for the name of another model. `tags`: what may follow the name."""
+        """Raise an `ApiError` if a request names another model than the served one. `tags`: the suffixes that may
+        follow the name."""
         if model not in [self.name + tag for tag in tags]:
             message = f"the model {model[:100]!r} does not exist here; this server serves {self.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def limit(self, ids: Sequence[int], given: int | None) -> int:
-        """Return the maximum number of new tokens after a prompt: the given one, or as many as the context has room
-        for, at least 1."""
+        """Return the maximum number of new tokens after a prompt: the requested number, or as many as the context has
+        room for, at least 1."""
         return max(1, self.engine.context_tokens - len(ids)) if given in (None, UP_TO_THE_CONTEXT) else given
 
     def _run(self) -> None:

@@ -25,7 +25,7 @@ from smoe.server.thinking_budget import ThinkingBudget
 
 @dataclass
 class Talk:
-    """A conversation, and how the model must continue it."""
+    """A conversation that the model continues: its messages, tools and settings."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Talk:
 
 @dataclass
 class Prepared:
-    """The texts to generate for a request, and how to parse them."""
+    """The texts to generate for one request, and what is needed to parse them."""
 
     wanted: list[TextRequest]
     reader: Callable[[], OutputReader]
@@ -64,12 +64,12 @@ class Prepared:
 
     @classmethod
     def plain(cls, wanted: list[TextRequest], ends: frozenset[int]) -> Prepared:
-        """Return texts with neither reasoning nor calls."""
+        """Return `texts` prepared for parsing as plain text, with neither reasoning nor tool calls."""
         reader = partial(OutputReader, plain_text)
         return cls(wanted, reader, ends_early=False, markers={}, ends=ends, has_reasoning=False)
 
     def choices(self, requests: Sequence[Request]) -> list[ChoiceText]:
-        """Return the choices of `requests`, which were made from `wanted`."""
+        """Return one `ChoiceText` for each of `requests`, which were made from the texts of `wanted`."""
         return [ChoiceText(request, self.reader(), self.markers, self.ends, self.has_reasoning) for request in requests]
 
 
@@ -100,7 +100,7 @@ def prepare(serving: Serving, asked: RequestFields, talk: Talk, fields: dict[str
 
 
 def template_of(given: Mapping[str, Any] | None, effort: str | None) -> dict[str, Any]:
-    """Return the chat template's variables: those that a request gives, and its reasoning effort."""
+    """Return the variables for the chat template: those that a request gives, and its reasoning effort."""
     template = dict(given or {})
     if effort is not None:
         template.setdefault("reasoning_effort", effort)
@@ -108,8 +108,8 @@ def template_of(given: Mapping[str, Any] | None, effort: str | None) -> dict[str
 
 
 def thinking(template: Mapping[str, Any], is_on: bool) -> dict[str, Any]:
-    """Return the template's variables with reasoning turned on or off, by the names that templates use, unless the
-    variables say otherwise."""
+    """Return the chat template's variables with reasoning turned on or off. The names are those that templates use.
+    Variables that are already in `template` are unchanged."""
     return {"enable_thinking": is_on, "thinking": is_on, **template}
 
 
@@ -120,7 +120,7 @@ def prompt_of(serving: Serving, talk: Talk, param: str) -> list[int]:
 
 
 def _grammar(serving: Serving, talk: Talk, must: Sequence[dict[str, Any]], own: Mapping[str, int]) -> Grammar | None:
-    """Return the grammar that the response must match; None: there is none."""
+    """Return the grammar that the response must match; None if it need not match any."""
     if must:
         if not serving.prompts.format.has_calls:
             message = "this model's format of tool calls is not known; give 'tool_choice' auto"
@@ -135,7 +135,7 @@ def _grammar(serving: Serving, talk: Talk, must: Sequence[dict[str, Any]], own: 
 
 
 def _place(serving: Serving, talk: Talk, ids: Sequence[int]) -> At:
-    """Return the place in the output's format where the prompt ends."""
+    """Return the position in the output's structure (reasoning, answer) at which the prompt ends."""
     if talk.ending.continue_final_message:
         last = text_of(talk.messages[-1].get("content"), "messages")
         return serving.prompts.format.place_within(last)
@@ -143,7 +143,8 @@ def _place(serving: Serving, talk: Talk, ids: Sequence[int]) -> At:
 
 
 def _thinking_budget(serving: Serving, at: At, budget_tokens: int | None) -> ThinkingBudget | None:
-    """Return the limit of reasoning; None where there is none, or where the model's format has no marks for it."""
+    """Return the constraint that limits reasoning. None if there is no limit, or if the model's format has no marks
+    around reasoning."""
     marks = serving.prompts.format.reasoning
     if budget_tokens is None or budget_tokens < 0 or marks is None:
         return None
@@ -159,7 +160,8 @@ def _reader(
     *,
     must_call: bool,
 ) -> Callable[[], OutputReader]:
-    """Return a function that makes the parser of a response. A response that must match a grammar has no reasoning."""
+    """Return a function that makes a new parser for each text of a response. A response that must match a grammar has
+    no reasoning."""
     form = serving.prompts.format
     if must_call and at != "beginning":
         at = "answer"
@@ -172,8 +174,8 @@ def _reader(
 
 
 def _offered(talk: Talk) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the tools that the model gets, and those of which it must call one; the latter are empty if it need not
-    call any."""
+    """Return two lists: the tools that the model gets, and the tools of which it must call one. The second is empty if
+    the model need not call a tool."""
     choice, tools = _allowed(talk.tool_choice, talk.tools)
     if choice is None or choice == "auto":
         return tools, []
@@ -205,7 +207,7 @@ def _allowed(
 
 
 def _name_of(tool: Any) -> Any:
-    """Return the name of the tool in a `tool_choice`; None if it names no tool."""
+    """Return the function name in a `tool_choice`; None if it names no function."""
     inner = tool.get("function", tool) if isinstance(tool, dict) else None
     return inner.get("name") if isinstance(inner, dict) else None
 
@@ -220,6 +222,6 @@ def _added_within(tokenizer: Any, texts: str) -> dict[str, int]:
 
 
 def _left_out(tokenizer: Any, tokens: Mapping[str, int]) -> dict[int, str]:
-    """Return the special tokens among `tokens`, which decoded texts leave out."""
+    """Return {id: text} of the special tokens among `tokens`. Decoding leaves special tokens out of the text."""
     added = tokenizer.added_tokens_decoder
     return {token: text for text, token in tokens.items() if added[token].special}

@@ -18,11 +18,11 @@ from smoe.generation.request import Constraint, End, EndReason, Piece, Request
 from smoe.generation.sampling import Sampling
 
 Metered = Callable[[Request, Piece | End], None]
-"""A function that gets every event before all others, on the decode loop's thread."""
+"""A function that gets every event before the request's own receiver does, on the decode loop's thread."""
 
 
 class Bell:
-    """Wakes coroutines that wait for texts, once a decode step.
+    """Wakes the coroutines that wait for events of their texts, once for each decode step.
 
     Two threads that wake each other for every token slow each other down: with eight texts, by a sixth of a step.
     """
@@ -47,7 +47,7 @@ class Bell:
             self.say(self._wake)
 
     def say(self, what: Callable[[], None]) -> None:
-        """Call `what` in the server's thread. Any thread may call this."""
+        """Call the function `what` in the server's thread. Any thread may call this method."""
         if self._here is not None and not self._here.is_closed():
             self._here.call_soon_threadsafe(what)
 
@@ -68,7 +68,7 @@ class TextRequest(NamedTuple):
 
 
 class TextEvent(NamedTuple):
-    """An event and the number of its text."""
+    """An event of the decode loop, and the number of its text within the request."""
 
     number: int
     what: Piece | End

@@ -16,7 +16,8 @@ from smoe.generation.detokenizer import overlap
 from smoe.server.output.output_format import Marks
 
 _LAST_TOKENS = 24
-"""The number of last tokens in which a mark is looked for: some tokenizers write one in several tokens."""
+"""The number of last tokens in whose text a mark is looked for, because some tokenizers write a mark in several
+tokens."""
 _HALF = "\ufffd"
 """What a tokenizer decodes for a character whose last bytes are missing."""
 _MOST_HALVES = 3
@@ -28,7 +29,7 @@ class ThinkingBudget:
     again is ended at once."""
 
     def __init__(self, tokenizer: Any, marks: Marks, budget_tokens: int, is_reasoning: bool) -> None:
-        """`marks`: the strings around reasoning. `is_reasoning`: whether the prompt ends within reasoning."""
+        """`marks`: the strings before and after reasoning. `is_reasoning`: whether the prompt ends within reasoning."""
         self._tokenizer, self._marks, self._budget_tokens = tokenizer, marks, budget_tokens
         self._is_reasoning = is_reasoning
         self._end = self._tokens_of(marks.end)
@@ -43,13 +44,13 @@ class ThinkingBudget:
         return ThinkingBudget(self._tokenizer, self._marks, self._budget_tokens, self._is_reasoning)
 
     def narrow(self, logits: torch.Tensor) -> None:
-        """Allow only the mark's next token once the budget is spent. `logits`: [V]."""
+        """Once the budget is spent, allow only the next token of the mark that ends reasoning. `logits`: [V]."""
         if self._forced:
             logits.fill_(-torch.inf)
             logits[self._forced[0]] = 0.0
 
     def take(self, token: int) -> None:
-        """Count the chosen token."""
+        """Count the chosen token if it belongs to reasoning."""
         if self._forced:
             self._forced.popleft()
             self._is_reasoning = bool(self._forced)
@@ -66,8 +67,8 @@ class ThinkingBudget:
         self._force_if_spent(text)
 
     def _force_if_spent(self, text: str) -> None:
-        """Require the mark, once the budget is spent. `text`: the last text, which may end with the mark's beginning if
-        the mark is several tokens."""
+        """Once the budget is spent, require the mark that ends reasoning. `text`: the last generated text. If the mark
+        consists of several tokens, the text may already end with its beginning."""
         if self._is_reasoning and self._spent >= self._budget_tokens:
             begun = overlap(text, self._marks.end) if len(self._end) > 1 else 0
             self._forced.extend(self._tokens_of(self._marks.end[begun:]) if begun else self._end)

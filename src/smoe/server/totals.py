@@ -17,7 +17,7 @@ _NOT_COUNTED = frozenset(each.path for each in OPERATIONS if not each.is_api)
 
 @dataclass(frozen=True)
 class Totals:
-    """The totals of one server since its start."""
+    """The counts of one server's work since its start: requests, tokens, seconds and bytes."""
 
     requests: int
     """Requests to the API, whatever their result; not those of probes, metrics and the page."""
@@ -48,7 +48,7 @@ class Totals:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """New tokens of all texts divided by `busy_seconds`; None if there are none."""
+        """New tokens of all texts divided by `busy_seconds`; None if no request has waited for a token."""
         return self.new_tokens / self.busy_seconds if self.new_tokens and self.busy_seconds > 0 else None
 
     def as_json(self) -> dict[str, Any]:

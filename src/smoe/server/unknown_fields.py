@@ -21,19 +21,20 @@ _log = logging.getLogger(__name__)
 IGNORED_FIELDS = "x-smoe-ignored-fields"
 """The response header that lists ignored fields."""
 _MOST_LISTED = 20
-"""The maximum number of names in the header."""
+"""The maximum number of field names in the response header."""
 _MOST_LOGGED = 200
-"""The maximum number of names that get a line in the log: a client may send any."""
+"""The maximum number of different unknown field names that get a line in the log, because a client may send any
+names."""
 
 
 class UnknownField(NamedTuple):
-    """A field that its request, or an object of the request, does not have."""
+    """A field of a request, or of an object in a request, that the API does not have."""
 
     inside: str
-    """The place of the object, such as `stream_options.`; empty for the request itself."""
+    """The path of the object that has the field, such as `stream_options.`; empty for the request itself."""
     name: str
     kind: type[BaseModel]
-    """The object's known fields."""
+    """The model class whose fields are known in this object."""
 
     @property
     def shown(self) -> str:
@@ -41,7 +42,7 @@ class UnknownField(NamedTuple):
 
     @property
     def hint(self) -> str:
-        """A question with the known field whose name is nearest; empty if none is near."""
+        """A question that names the known field with the most similar name; empty if no name is similar."""
         known = [field.alias or name for name, field in self.kind.model_fields.items()]
         near = get_close_matches(shortened(self.name).lower(), known, 1)
         return f" (did you mean {self.inside}{near[0]}?)" if near else ""
@@ -69,8 +70,8 @@ class UnknownFields:
         self._logged: set[str] = set()
 
     def check(self, kind: type[BaseModel], value: Any) -> list[str]:
-        """Return the names of a body's unknown fields, and log each name once. A strict server raises an `ApiError` for
-        the first one."""
+        """Return the names of the unknown fields of a body, and log each name once. A strict server raises an
+        `ApiError` for the first unknown field."""
         found = list(unknown_fields(kind, value))
         if found and self._is_strict:
             raise _refused(found[0])
@@ -82,7 +83,7 @@ class UnknownFields:
 
 
 def list_ignored(request: Request, names: Sequence[str]) -> None:
-    """Keep the names of a request's ignored fields for its response."""
+    """Store the names of a request's ignored fields, for a header of its response."""
     request.state.ignored_fields = names
 
 
@@ -110,7 +111,7 @@ def _refused(field: UnknownField) -> ApiError:
 
 
 def _kinds(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the models that a field's value may be validated by, apart from models of a list's items."""
+    """Yield the model classes by which a field's value may be validated, apart from those of a list's items."""
     for each in get_args(annotation) or (annotation,):
         if get_origin(each) is None and isinstance(each, type) and issubclass(each, BaseModel):
             yield each

@@ -41,7 +41,7 @@ HEADERS = {
 
 
 class Watching:
-    """Observes one engine for all open pages. Only `say` may be called outside of the server's thread."""
+    """Observes one engine for all open pages. Only `say` may be called outside the server's thread."""
 
     def __init__(
         self, watched: Watched, about: dict[str, Any], state: Callable[[], dict[str, Any]], is_over: Callable[[], bool]
@@ -56,7 +56,7 @@ class Watching:
         self._queues: set[asyncio.Queue[bytes | None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._quiet = 0
-        """The number of looks since the last message."""
+        """The number of looks (collections of changes) since the last message was sent."""
         self._texts: deque[str] = deque()
         self._text = ""
         self._sent_state: dict[str, Any] = {}
@@ -96,7 +96,7 @@ class Watching:
                 self._watched.end()
 
     def _whole(self) -> dict[str, Any]:
-        """Return the complete state, for a new page."""
+        """Return the complete state of the engine, for a page that has just been opened."""
         tiers = [pair for place in enumerate(self._watched.tiers) for pair in place if place[1]]
         return {"tiers": tiers} | self._sent_state | ({"text": self._text} if self._text else {})
 
@@ -117,7 +117,7 @@ class Watching:
             _put(queue, data)
 
     def _look(self) -> None:
-        """Collect the changes since the last message, and send them to all pages."""
+        """Collect the changes of the engine's state since the last message, and send them to all pages."""
         self.looks += 1
         found = self._watched.look()
         state = self._state()

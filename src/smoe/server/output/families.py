@@ -113,7 +113,8 @@ def _functions(begin: str, end: str, trims: bool) -> Tagged:
 
 
 def _keyed(suffix: str = "", space: str = "\n") -> Tagged:
-    """Return the syntax that writes the function's name, then keys and values in elements of their own."""
+    """Return the syntax of a tool call that writes the function's name, then each key and each value in an element of
+    its own."""
     sep = f"<tool_sep{suffix}>" if suffix else ""
     section = (f"<tool_calls{suffix}>", f"</tool_calls{suffix}>") if suffix else ("", "")
     return Tagged(
@@ -213,8 +214,8 @@ _SYNTAXES: tuple[tuple[tuple[str, ...], CallSyntax], ...] = (
     (("<|python_tag|>",), _LLAMA),
     (('"parameters"', "ipython"), _LLAMA),
 )
-"""For each syntax of calls: strings by which a chat template is recognised. The first entry counts all of whose strings
-the template contains."""
+"""Pairs (strings that occur in a chat template, the syntax of tool calls that they indicate). The first pair counts all
+of whose strings the template contains."""
 _REASONING = (
     (("<seed:think>",), Marks("<seed:think>", "</seed:think>")),
     (("<mm:think>",), Marks("<mm:think>", "</mm:think>")),
@@ -229,7 +230,7 @@ _REASONING = (
     (("</think>",), Marks("<think>", "</think>")),
     (("<think>",), Marks("<think>", "</think>")),
 )
-"""For each pair of marks around reasoning: strings by which a chat template is recognised."""
+"""Pairs (strings that occur in a chat template, the marks around reasoning that they indicate)."""
 _LEFT_OUT = (
     (("<|START_RESPONSE|>",), ("<|CHATBOT_TOKEN|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>")),
     (("<|START_TEXT|>",), ("<|CHATBOT_TOKEN|>", "<|START_TEXT|>", "<|END_TEXT|>")),
@@ -243,7 +244,7 @@ _LEFT_OUT = (
     (("<|begin|>", "<|content|>"), ("<|begin|>assistant", "<|content|>", "<|end|>")),
     ((">>>all",), (">>>all\n",)),
 )
-"""For each group of marks that are removed from answers: strings by which a chat template is recognised."""
+"""Pairs (strings that occur in a chat template, the marks that are then removed from answers)."""
 _HARMONY = Channels(
     ends=("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>"),
     begins=("<|start|>", "<|channel|>", "<|message|>", " to="),
@@ -281,5 +282,6 @@ def format_of(template: str) -> OutputFormat:
 
 
 def _first(table: Sequence[tuple[tuple[str, ...], Any]], template: str) -> Any:
-    """Return the value of the first entry all of whose strings the template contains; None if there is none."""
+    """Return the value of the first entry all of whose strings the chat template contains; None if there is no such
+    entry."""
     return next((value for texts, value in table if all(text in template for text in texts)), None)

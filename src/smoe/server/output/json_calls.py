@@ -38,7 +38,8 @@ _BETWEEN = regex.compile(r"\s*(?:[,;]\s*)?(?=\{)")
 
 
 class CallSyntax(ABC):
-    """The syntax in which a model writes tool calls: it parses them, and gives their grammar."""
+    """The syntax in which a model family writes tool calls. It parses calls in the output, and makes the grammar for
+    required calls."""
 
     marks: tuple[str, ...]
     """The strings that begin a call anywhere in a text."""
@@ -47,32 +48,33 @@ class CallSyntax(ABC):
 
     @property
     def texts(self) -> str:
-        """All strings that have a meaning in this syntax, and possibly others, in one string."""
+        """All strings that have a meaning in this syntax, and possibly others, joined to one string."""
         return "\n".join(str(getattr(self, each.name)) for each in fields(self)).replace("\\", "")  # type: ignore
 
     @abstractmethod
     def read(self, reader: OutputReader) -> Steps[bool]:
-        """Consume the calls at the start of `reader.rest`. Return False, and consume nothing, if there are none."""
+        """Consume the tool calls at the start of `reader.rest`. Return False, and consume nothing, if there are
+        none."""
 
     def begins(self, text: str) -> bool:
-        """Return whether this text may begin a call without a mark, at the start of an answer or after a call."""
+        """Return whether this text may begin a tool call without a mark, at the start of an answer or after a call."""
         return False
 
     @abstractmethod
     def rules(self, rules: Rules, function: Mapping[str, Any]) -> str:
-        """Add grammar rules for a call of `function`; return the name of the first rule."""
+        """Add grammar rules for a tool call of `function`. Return the name of the first rule."""
 
 
 @dataclass(frozen=True)
 class JsonCalls(CallSyntax):
-    """JSON objects as calls: one object, several in succession, or a list."""
+    """Tool calls that are JSON objects: one object, several in succession, or a list."""
 
     begin: str
     end: str = ""
     name_key: str = "name"
     arguments_key: str = "arguments"
     is_listed: bool = False
-    """Whether the model writes a call within a list."""
+    """Whether the model writes calls within a list, also a single call."""
     space: str = ""
     """The white space on either side of a call, as the model writes it."""
     is_bare: bool = False
@@ -101,7 +103,8 @@ class JsonCalls(CallSyntax):
         return True
 
     def _read_object(self, reader: OutputReader, begin: int) -> Steps[bool]:
-        """Consume the JSON object at index `begin` of `reader.rest` if it is a call; return whether it was."""
+        """Consume the JSON object at index `begin` of `reader.rest` if it is a tool call. Return whether it was a
+        call."""
         found = yield from reader.match(_SHORT if self.is_short else _LONG, begin)
         if found is None or found["name"] not in reader.tools:
             return (yield from self._read_whole(reader, begin))
@@ -114,8 +117,8 @@ class JsonCalls(CallSyntax):
         return True
 
     def _read_whole(self, reader: OutputReader, begin: int) -> Steps[bool]:
-        """Consume a complete object in another form: keys in another order, arguments as a string, or no arguments.
-        Return whether it was a call."""
+        """Consume a complete JSON object that is a tool call in an unusual form: keys in another order, arguments as a
+        string, or no arguments. Return whether it was a call."""
         text = yield from reader.json_value(begin)
         try:
             value = json.loads(text or "", strict=False)
@@ -131,7 +134,7 @@ class JsonCalls(CallSyntax):
         return True
 
     def _call_of(self, value: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return (name, arguments) of a call. Raises `ValueError` if the object is not a call."""
+        """Return (function name, arguments) of a tool call. Raises `ValueError` if the object is not a call."""
         inner = value.get("function")
         if isinstance(inner, dict):
             value = inner
@@ -171,7 +174,7 @@ class JsonCalls(CallSyntax):
 
 @dataclass(frozen=True)
 class NamedJson(CallSyntax):
-    """Calls of a function name, a separator and a JSON object."""
+    """Tool calls that consist of the function's name, a separator and a JSON object of arguments."""
 
     head: str
     """A regular expression for the text before the object, in which NAME stands for the name. It begins with one of
@@ -180,9 +183,9 @@ class NamedJson(CallSyntax):
     """A regular expression for the text that may follow the object."""
     marks: tuple[str, ...]  # type: ignore[misc]
     written: tuple[str, str]
-    """The texts before and after the object in the grammar; {name} stands for the function's name."""
+    """The texts before and after the JSON object in the grammar; {name} stands for the function's name."""
     bare: str = ""
-    """A regular expression for the start of a call without a mark; empty: every call has one."""
+    """A regular expression for the start of a call without a mark; empty if every call has a mark."""
     keeps_id: bool = False
     """Whether the call gets the id that the model wrote (the group `id` of `head`)."""
 

@@ -36,7 +36,8 @@ _PYTHON_CALL = regex.compile(
 
 @dataclass(frozen=True)
 class Pythonic(CallSyntax):
-    """A list of calls in Python's syntax; `true`, `false` and `null` are accepted as values."""
+    """Tool calls as a list in Python's syntax, `[name(key="value"), ...]`; `true`, `false` and `null` are accepted as
+    values."""
 
     begin: str = ""
     end: str = ""
@@ -62,7 +63,7 @@ class Pythonic(CallSyntax):
         return True
 
     def _read_call(self, reader: OutputReader, begin: int) -> Steps[bool]:
-        """Consume the call at index `begin` of `reader.rest`; return whether it was one."""
+        """Consume the tool call at index `begin` of `reader.rest`. Return whether there was a call."""
         found = yield from reader.match(_PYTHON_CALL, begin)
         try:
             call = ast.parse(found[0].strip(), mode="eval").body if found is not None else None
@@ -92,7 +93,8 @@ class Pythonic(CallSyntax):
 
 
 def _python_value(node: ast.expr) -> Any:
-    """Return the value of a literal of Python; the names `true`, `false` and `null` are accepted."""
+    """Return the value of a Python literal, given as a syntax tree. The names `true`, `false` and `null` are
+    accepted."""
     match node:
         case ast.Name(id="true" | "false" | "null" as name):
             return json.loads(name)
@@ -106,7 +108,8 @@ def _python_value(node: ast.expr) -> Any:
 
 @dataclass(frozen=True)
 class Braced(CallSyntax):
-    """Calls with an object whose keys have no quotation marks and whose strings are between marks `quote`."""
+    """Tool calls `call:name{key:<|"|>value<|"|>}`: the function's name and an object of arguments in braces. Keys have
+    no quotation marks. Strings are enclosed in the mark `quote`, here `<|"|>`."""
 
     begin: str
     end: str
@@ -171,13 +174,13 @@ class Braced(CallSyntax):
 
 
 class _BracedText:
-    """A parser of one complete object in the notation of `Braced`."""
+    """A parser of one complete object of arguments in the notation of `Braced`, such as `{key:<|"|>value<|"|>}`."""
 
     def __init__(self, text: str, quote: str) -> None:
         self._text, self._quote, self._place = text, quote, 0
 
     def value(self) -> Any:
-        """Return the value at the current position."""
+        """Parse and return the value at the current position of the text."""
         self._skip()
         if self._takes("{"):
             return dict(self._items("}", self._pair))

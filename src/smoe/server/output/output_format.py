@@ -19,11 +19,13 @@ from smoe.server.output.output_reader import OutputReader, ReadsFrom, Steps
 from smoe.server.output.rules import Rules
 
 At = Literal["beginning", "reasoning", "within reasoning", "answer"]
-"""Where a prompt ends: before any output, before reasoning, within reasoning, or within an answer."""
+"""The position in the output's structure at which a prompt ends: before any output, before reasoning, within reasoning,
+or within an answer."""
 
 
 class Marks(NamedTuple):
-    """The strings that stand before and after a part of a text."""
+    """The two strings that stand before and after a part of the output, such as `<think>` and `</think>` around
+    reasoning."""
 
     begin: str
     end: str
@@ -31,12 +33,12 @@ class Marks(NamedTuple):
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """The common format: reasoning, then an answer that may contain calls."""
+    """The output format of most models: reasoning, then an answer that may contain tool calls."""
 
     reasoning: Marks | None = None
     calls: CallSyntax | None = None
     left_out: tuple[str, ...] = ()
-    """The marks around answers, which are removed."""
+    """The marks around answers; the marks are removed."""
     opening: str = ""
     """A string at the start of an answer that is removed."""
     reasons_again: bool = False
@@ -55,7 +57,7 @@ class OutputFormat:
 
     @property
     def texts(self) -> str:
-        """All strings that have a meaning in this format, in one string."""
+        """All strings that have a meaning in this format, joined to one string."""
         return "\n".join([*(self.reasoning or ()), *self.left_out, "" if self.calls is None else self.calls.texts])
 
     @property
@@ -65,22 +67,23 @@ class OutputFormat:
 
     @property
     def has_calls(self) -> bool:
-        """Whether the format's call syntax is known."""
+        """Whether the syntax of the model's tool calls is known."""
         return self.calls is not None
 
     def place_of(self, prompt: str) -> At:
-        """Return the place where a prompt ends, from its last characters."""
+        """Return the position in the output's structure at which a prompt ends. `prompt`: the last characters of the
+        prompt."""
         is_reasoning = self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.begin)
         return "reasoning" if is_reasoning else "beginning"
 
     def place_within(self, text: str) -> At:
-        """Return the place where `text`, an answer to be continued, ends."""
+        """Return the position in the output's structure at which `text`, an answer to be continued, ends."""
         if self.reasoning is None or text.rfind(self.reasoning.begin) <= text.rfind(self.reasoning.end):
             return "answer"
         return "within reasoning"
 
     def must_call(self, rules: Rules, functions: Sequence[Mapping[str, Any]]) -> str:
-        """Return a grammar that allows only a call of one of the functions."""
+        """Return a grammar that allows only a tool call of one of the functions."""
         assert self.calls is not None, "a format without calls has no grammar of them"
         return rules.lark([self.calls.rules(rules, function) for function in functions])
 
@@ -107,7 +110,8 @@ class OutputFormat:
             yield from reader.blanks()
 
     def _ends_by_call(self, reader: OutputReader, calls: CallSyntax | None) -> Steps[bool]:
-        """Consume calls within reasoning that has no end. Without calls, the mark is added to the reasoning."""
+        """Consume tool calls within reasoning that has no end mark. Without calls, the call's mark is added to the
+        reasoning as text."""
         blank = yield from reader.blanks()
         if calls is not None and (yield from calls.read(reader)):
             return True
@@ -115,7 +119,8 @@ class OutputFormat:
         return False
 
     def _begins_reasoning(self, reader: OutputReader) -> Steps[bool]:
-        """Consume the mark that begins reasoning and the white space before it; return whether there was reasoning."""
+        """Consume the mark that begins reasoning and the white space before it. Return whether there was such a
+        mark."""
         assert self.reasoning is not None, "this is called for formats with reasoning"
         pattern = rf"\s*(?:(?P<begin>{regex.escape(self.reasoning.begin)})|(?P<end>{regex.escape(self.reasoning.end)}))"
         found = yield from reader.match(regex.compile(pattern))
@@ -145,7 +150,7 @@ class OutputFormat:
                 reader.answer(reader.take(len(mark)))
 
     def _read_calls(self, reader: OutputReader, calls: CallSyntax, is_first: bool) -> Steps[bool]:
-        """Consume successive calls and the white space around them; return whether there were any."""
+        """Consume successive tool calls and the white space around them. Return whether there were any calls."""
         blank, found = (yield from reader.blanks(calls.separators)) if is_first else "", False
         while not reader.is_full:
             mark = yield from reader.begins_with(calls.marks)
@@ -161,7 +166,8 @@ class OutputFormat:
 
 @dataclass(frozen=True)
 class Channels(OutputFormat):
-    """Messages, each with a header that names the recipient: the user, a tool, or the model itself.
+    """The output format of messages, each with a header that names the recipient: the user, a tool, or the model
+    itself.
 
     <|channel|>analysis<|message|>I look it up.<|end|><|start|>assistant to=functions.warmth<|message|>{...}<|call|>
     header             mark       body         end     header
@@ -211,7 +217,8 @@ class Channels(OutputFormat):
         return "answer"
 
     def _read_message(self, reader: OutputReader) -> Steps[str | None]:
-        """Consume a header and a body; return the mark that ended the body, or None at the end of the text."""
+        """Consume the header and the body of one message. Return the mark that ended the body, or None at the end of
+        the text."""
         header: list[str] = []
         if (yield from reader.until((self.mark,), header.append)) is None:
             return None
@@ -221,7 +228,7 @@ class Channels(OutputFormat):
         return (yield from self._read_body(reader, groups.get("tool") or "", bool(groups.get("reasoning"))))
 
     def _read_body(self, reader: OutputReader, tool: str, is_reasoning: bool) -> Steps[str | None]:
-        """Consume a message's body and the mark after it; return that mark."""
+        """Consume a message's body and the mark after it. Return the mark."""
         if tool in reader.tools and (yield from self._read_call(reader, tool)) and reader.is_full:
             return None
         reader.is_reasoning = is_reasoning and not tool
@@ -234,7 +241,7 @@ class Channels(OutputFormat):
         return mark
 
     def _read_call(self, reader: OutputReader, tool: str) -> Steps[bool]:
-        """Consume the body as a call of `tool`; return whether it was one."""
+        """Consume a message's body as a call of `tool`. Return whether the body was a call."""
         yield from reader.blanks()
         if self.calls is not None:
             mark = yield from reader.begins_with(self.calls.marks)

@@ -1,7 +1,8 @@
 """Parses a model's output while it is generated, into reasoning, answer and tool calls.
 
 A format (`output_format.py`) is a generator over an `OutputReader`: it consumes text from `rest`, adds parts, and
-yields when it needs more text. So the parts do not depend on how the text is cut into pieces.
+yields when it needs more text. So the parts (reasoning, answer, tool calls) do not depend on how the text is divided
+when it arrives.
 """
 
 from __future__ import annotations
@@ -30,17 +31,18 @@ _IN_STRING = re.compile(r'[^"\\\x00-\x1f]*(?:\\[^\x00-\x1f][^"\\\x00-\x1f]*)*')
 
 
 class Part(NamedTuple):
-    """A piece of reasoning, answer, tool call or arguments."""
+    """A piece of the model's output of one kind: reasoning, answer, the beginning of a tool call, or arguments of a
+    call."""
 
     kind: Literal["reasoning", "answer", "call", "arguments"]
     text: str
     """The text; for a call, the tool's name. The `arguments` parts that follow a call are together one JSON object."""
     id: str = ""
-    """The id of a call; otherwise empty."""
+    """The id of a tool call; empty for other parts."""
 
 
 class OutputReader:
-    """Parses one text. `push` and `flush` return the parts that are new."""
+    """Parses one generated text. `push` and `flush` return the parts (reasoning, answer, tool calls) that are new."""
 
     def __init__(
         self,
@@ -52,8 +54,8 @@ class OutputReader:
         hidden: Collection[str] = (),
     ) -> None:
         """`tools`: the parameters' schema of each tool that may be called, by name. `is_single`: end with the first
-        call. `calls_only`: a grammar allows only calls, so that other text is a truncated call, and dropped. `hidden`:
-        special tokens, which are removed."""
+        call. `calls_only`: a grammar allows only calls, so that other text must be a truncated call, and is dropped.
+        `hidden`: special tokens, which are removed."""
         self.tools, self._is_single, self._hidden = dict(tools or {}), is_single, frozenset(hidden)
         self._calls_only = calls_only
         self.rest, self.is_over = "", False
@@ -67,12 +69,12 @@ class OutputReader:
         self._read()
 
     def push(self, text: str) -> list[Part]:
-        """Add text, and return the new parts."""
+        """Add text to parse. Return the new parts of the output."""
         self.rest += text
         return self._read()
 
     def flush(self) -> list[Part]:
-        """End the text, and return the last parts."""
+        """End the text. Return the last parts of the output."""
         self.is_over = True
         return self._read()
 
@@ -97,16 +99,16 @@ class OutputReader:
         self._add("reasoning", "" if text in self._hidden else text)
 
     def call(self, name: str, id: str | None = None) -> None:
-        """Begin a call of the tool `name`. `id`: the id that the model wrote; None: a random one."""
+        """Begin a call of the tool `name`. `id`: the id that the model wrote; None: a random id."""
         self.calls += 1
         self._parts.append(Part("call", name, id or "call_" + _random(24)))
 
     def arguments(self, text: str) -> None:
-        """Add `text` to the arguments of the last call."""
+        """Add `text` to the arguments of the last tool call."""
         self._add("arguments", text)
 
     def end_call(self) -> None:
-        """End the last call."""
+        """End the last tool call; no more arguments follow."""
         self.is_full = self._is_single
 
     def _add(self, kind: Literal["reasoning", "answer", "arguments"], text: str) -> None:
@@ -118,7 +120,7 @@ class OutputReader:
     # -- what formats read --------------------------------------------------------------------------------------------
 
     def take(self, length: int) -> str:
-        """Remove the first `length` characters of `rest`, and return them."""
+        """Remove the first `length` characters of the text `rest`, and return them."""
         taken, self.rest = self.rest[:length], self.rest[length:]
         return taken
 
@@ -170,7 +172,8 @@ class OutputReader:
             yield
 
     def match(self, pattern: regex.Pattern[str], begin: int = 0) -> Steps[regex.Match[str] | None]:
-        """Match the pattern at index `begin` of `rest`, without consuming the match; None without a match."""
+        """Return the match of the pattern at index `begin` of `rest`, without consuming text; None without a match.
+        Waits for more text if the match may become longer."""
         while True:
             found = pattern.match(self.rest, begin, partial=not self.is_over)
             if found is None or not found.partial:
@@ -178,7 +181,7 @@ class OutputReader:
             yield
 
     def tail(self, pattern: regex.Pattern[str]) -> Steps[None]:
-        """Consume the longest start of the pattern that `rest` begins with."""
+        """Consume the longest beginning of `rest` that matches the pattern or the start of the pattern."""
         while not self.is_over and pattern.fullmatch(self.rest, partial=True):
             yield
         found = pattern.fullmatch(self.rest, partial=True) or pattern.match(self.rest)  # it may be cut off
@@ -195,7 +198,8 @@ class OutputReader:
             yield
 
     def json_arguments(self) -> Steps[None]:
-        """Consume a JSON object as the arguments of the last call, while it is generated."""
+        """Consume a JSON object as the arguments of the last tool call. The arguments are passed on while they are
+        generated."""
         value = JsonText()
         while True:
             taken = value.take(self.rest)
@@ -214,7 +218,7 @@ class Taken(NamedTuple):
 
 
 class JsonText:
-    """Finds the end of one JSON object or list in a text that comes in pieces."""
+    """Finds the end of one JSON object or list in a text that arrives in pieces."""
 
     def __init__(self) -> None:
         self._open = ""
@@ -224,7 +228,8 @@ class JsonText:
         """(whether the value has ended, whether it ended because the text is not valid JSON)."""
 
     def take(self, text: str) -> Taken:
-        """Return the start of `text` that belongs to the value. Half an escape sequence is left for the next call."""
+        """Return the beginning of `text` that belongs to the JSON value. Half an escape sequence is left for the next
+        call."""
         place, valid = 0, []
         while place < len(text) and not self.is_over:
             found = (_IN_STRING if self._is_in_string else _OUTSIDE).match(text, place)
@@ -238,7 +243,8 @@ class JsonText:
         return Taken(text[:place], "".join(valid))
 
     def _taken(self, character: str) -> str:
-        """Process one structural character, and return its valid form; an empty string if it is invalid."""
+        """Process one structural character of the JSON text. Return its valid form, or an empty string if it is
+        invalid."""
         if self._is_in_string:
             self._is_in_string = character != '"'
             return character if character in '"\\' else json.dumps(character)[1:-1]
@@ -256,7 +262,7 @@ class JsonText:
 
 
 def plain_text(reader: OutputReader) -> Steps[None]:
-    """Parse a text without reasoning and calls: all of it is the answer."""
+    """Parse a text that has neither reasoning nor tool calls: all of the text is the answer."""
     yield from reader.until((), reader.answer)
 
 

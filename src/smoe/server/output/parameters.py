@@ -13,7 +13,7 @@ from typing import Any
 from smoe.server.problem import refused
 
 _LITERALS = {"True": True, "False": False, "None": None}
-"""The constants of Python's syntax, by their text."""
+"""{text: value} of the constants of Python's syntax."""
 _ROOT = "whole"
 _DEEPEST = 16
 """The maximum number of references that are followed in succession."""
@@ -37,7 +37,8 @@ def properties_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema that `schema` refers to, or `schema` itself; references within it are not resolved."""
+    """Return the schema to which the reference in `schema` points, or `schema` itself if it is no reference. References
+    within the result are not resolved."""
     for _ in range(_DEEPEST):
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         if not isinstance(reference, str) or not reference.startswith("#"):
@@ -69,7 +70,7 @@ def _with_root(value: Any) -> Any:
 
 
 def _at(root: Any, reference: str) -> Any:
-    """Return the part of a schema that a reference (`#/...`) names; None if it does not exist."""
+    """Return the part of a schema that a reference (`#/...`) names; None if there is no such part."""
     for step in reference.removeprefix("#").split("/")[1:]:
         key = step.replace("~1", "/").replace("~0", "~")
         root = root.get(key) if isinstance(root, Mapping) else None
@@ -77,7 +78,7 @@ def _at(root: Any, reference: str) -> Any:
 
 
 def alternatives(schema: Mapping[str, Any]) -> list[Any]:
-    """Return the schemas under `anyOf` or `oneOf`; an empty list without them."""
+    """Return the schemas that a schema lists under `anyOf` or `oneOf`; an empty list without them."""
     return next((schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)), [])
 
 
@@ -112,7 +113,8 @@ def arguments_of(
 
 
 def part_of(schema: Mapping[str, Any], key: str) -> Any:
-    """Return the part `key` of a schema or of its first alternative that has it; an empty dict without one."""
+    """Return the value of `key` in a schema, or in its first alternative that has this key; an empty dict if none has
+    it."""
     for one in (schema, *alternatives(schema)):
         if isinstance(one, Mapping) and isinstance(one.get(key), Mapping):
             return one[key]
@@ -126,7 +128,7 @@ def fixed_texts(schema: Mapping[str, Any]) -> list[str]:
 
 
 def pattern_of(schema: Mapping[str, Any]) -> str:
-    """Return a regular expression for strings of the length that a schema allows."""
+    """Return a regular expression for strings whose length a schema allows."""
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     return "(?s:.*)" if not least and most == "" else f"(?s:.{{{least},{most}}})"
 

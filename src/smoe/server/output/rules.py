@@ -22,10 +22,10 @@ from smoe.server.output.parameters import parameters_of
 
 
 class Rules:
-    """The rules of one grammar, in the syntax of llguidance."""
+    """The rules of one grammar, in the syntax of llguidance. Each method that adds a rule returns the rule's name."""
 
     def __init__(self, own: Mapping[str, int]) -> None:
-        """`own`: the ids of the tokens that are marks of the format, by their text."""
+        """`own`: {text: token id} of the tokens that are marks of the output format."""
         self._own = dict(own)
         self._find = re.compile("|".join(map(re.escape, sorted(own, key=len, reverse=True))) or "(?!)")
         self._lines: list[str] = []
@@ -45,7 +45,7 @@ class Rules:
         return self.add(" | ".join(parts))
 
     def text(self, text: str) -> str:
-        """Return the grammar's notation of a text, with marks of the format as token ids."""
+        """Return the grammar's notation of a text, in which marks of the output format are token ids."""
         parts, place = [], 0
         for found in self._find.finditer(text):
             parts += [_literal(text[place : found.start()])] if found.start() > place else []
@@ -70,10 +70,10 @@ class Rules:
         return self.add(f"/{pattern}/", options=f"[suffix={_literal(close)}]")
 
     def in_sequence(self, wanted: Sequence[tuple[str, bool]], separator: str) -> str:
-        """Add a rule that matches parts in order, and return its name. `wanted`: (part, whether it is required);
-        `separator` is between two parts.
+        """Add a rule that matches parts in order, of which some may be left out. Return its name. `wanted`: (part,
+        whether it is required); `separator` is between two parts.
 
-        For each part there are two rules for the rest: one if no part precedes, one if one does.
+        For each part there are two rules for the rest of the sequence: one if no part precedes, one if a part does.
         """
         first, later = _literal(""), _literal("")
         for part, must in reversed(wanted):

@@ -34,7 +34,8 @@ _DEEPEST = 8
 
 @dataclass(frozen=True)
 class Tagged(CallSyntax):
-    """Calls of a function name and arguments, each between marks."""
+    """Tool calls in which the function's name and each argument are between marks, as in
+    `<function=name><parameter=key>value</parameter></function>`."""
 
     head: str
     """A regular expression for the text before the first argument, in which NAME stands for the name. It begins with
@@ -88,8 +89,8 @@ class Tagged(CallSyntax):
         reader.arguments("}" if separator == ", " else "{}")
 
     def _read_value(self, reader: OutputReader, found: regex.Match[str], schema: Any) -> Steps[bool]:
-        """Consume a value and the mark after it; return False if the mark is missing. Strings are passed on while they
-        are generated, other values when complete."""
+        """Consume an argument's value and the mark after it. Return False if the mark is missing. Strings are passed on
+        while they are generated, other values when they are complete."""
         groups = found.groupdict()
         close = self.close
         if self.may_quote and (yield from reader.begins_with((_QUOTE,))):
@@ -133,7 +134,7 @@ class Tagged(CallSyntax):
         return rules.add(rules.text(before), self._value(rules, schema, root), rules.text(self.after))
 
     def _value(self, rules: Rules, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
-        """Add a rule that matches a value and the mark after it, and return its name."""
+        """Add a grammar rule that matches an argument's value and the mark after it. Return the rule's name."""
         space = "\n" if self.trims else ""
         if texts := fixed_texts(schema):
             return rules.add(rules.any_of([rules.text(space + text + space + self.close) for text in texts]))
@@ -144,7 +145,8 @@ class Tagged(CallSyntax):
 
 @dataclass(frozen=True)
 class Nested(CallSyntax):
-    """Calls whose arguments are elements, which may contain elements. The text `space` stands before every mark."""
+    """Tool calls whose arguments are XML elements, which may contain elements. The text `space` stands before every
+    mark."""
 
     space: str
     begin: str
@@ -222,7 +224,7 @@ class Nested(CallSyntax):
         return rules.in_sequence(wanted, "")
 
     def _element(self, rules: Rules, key: str, schema: Mapping[str, Any], root: Mapping[str, Any], deepest: int) -> str:
-        """Add a rule that matches an element's content and end mark, and return its name."""
+        """Add a grammar rule that matches an element's content and its end mark. Return the rule's name."""
         close = f"{self.space}</{key}>"
         if texts := fixed_texts(schema):
             return rules.any_of([rules.text(text + close) for text in texts])
