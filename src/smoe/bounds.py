@@ -6,7 +6,7 @@ MOST_THREADS = 1024
 """The largest number of computing threads. The largest machines have fewer cores, and torch ends the process if it
 cannot start its threads."""
 MOST_IO_THREADS = 64
-"""The largest number of reading threads; two saturate a disk."""
+"""The largest number of threads that read files; two saturate a disk."""
 MOST_PREFETCH_DEPTH = 16
 """The largest number of later layers to predict; the papers use up to three."""
 DEFAULT_PREFETCH_DEPTH = 2
@@ -19,7 +19,7 @@ DEPARTURE = ("at-once", "late")
 sampled the token."""
 MOST_DRAFT_EXTRA = 64
 EMULATED = "emulated"
-"""The device that is emulated on the CPU (`memory/emulation.py`)."""
+"""The name of the device that is emulated on the CPU (`memory/emulation.py`)."""
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DIRECT_IO = ("auto", "on", "off")
 KERNELS = ("auto", "native", "own-order", "torch")

@@ -600,7 +600,7 @@ class EngineConfig:
 
     @property
     def prices_answers(self) -> bool:
-        """Whether every miss is resolved by quality cost, within a limit of perplexity or time."""
+        """Whether every miss is resolved by quality cost, within a limit of perplexity or of time per token."""
         return self.max_perplexity_increase is not None or self.tpot_seconds is not None
 
     @property
@@ -621,7 +621,8 @@ class EngineConfig:
 
     @property
     def lossy(self) -> list[str]:
-        """Phrases that describe each setting which changes the text by more than rounding."""
+        """Descriptions of the settings by which the text may differ from the unmodified model's by more than
+        rounding."""
         low, by_shares = f"missing experts in {self.low_precision}", self.precision_shares is not None
         reasons = {
             f"alpha {self.alpha:g}": self.alpha > 0,
@@ -657,7 +658,8 @@ DEFAULTS = {each.name: each.default for each in fields(EngineConfig)}
 
 
 def belongs_to(name: str, value: str) -> bool:
-    """Return whether the setting `name` has an effect if its owner, another setting, has this value."""
+    """Return whether the setting `name` has an effect if `value` is the value of its owner, the other setting that it
+    belongs to."""
     owner = SETTINGS[name].owner
     if owner == "device":
         return value == EMULATED
@@ -669,8 +671,8 @@ def belongs_to(name: str, value: str) -> bool:
 
 
 def owner_in_words(name: str) -> str:
-    """Return a phrase with the owner of the setting `name` and the owner's values with which the setting has an
-    effect."""
+    """Return a phrase that names the owner of the setting `name`, the other setting that it belongs to, with the
+    owner's values for which the setting has an effect."""
     owner = SETTINGS[name].owner
     allowed = SETTINGS[owner].allowed
     if not isinstance(allowed, ClassName):

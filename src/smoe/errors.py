@@ -39,7 +39,7 @@ class SmoeError(Exception):
     """
 
     model: str | None = None
-    """The model that the command line was given; only the command line sets this."""
+    """The model that the user gave on the command line; only the command line sets this attribute."""
 
     def __init__(
         self, *args: object, setting: str | None = None, given: object = None, allowed: str | None = None
@@ -93,7 +93,8 @@ class ConfigError(SmoeError, ValueError):
 class UnpreparedError(ConfigError):
     """A setting needs something that does not exist yet: a pack, prices, a trained predictor, workers or a device.
 
-    The command line adds the commands that create it (`cli/first_use.py`), for its `model`.
+    For the model in the attribute `model`, the command line prints the commands that create the missing thing
+    (`cli/first_use.py`).
     """
 
 

@@ -40,7 +40,7 @@ def present_value(setting: str, value: Any) -> Any:
 
 
 def present_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings under their present names, with present values."""
+    """Return settings in which former names and values are replaced by the present ones."""
     named = {present_name(setting): value for setting, value in settings.items()}
     return {setting: present_value(setting, value) for setting, value in named.items()}
 

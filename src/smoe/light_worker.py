@@ -36,7 +36,7 @@ class Task(NamedTuple):
     place: str
     """The path of the model's folder."""
     memory_bytes: int | None
-    """The number of bytes for experts; None: as many as `slots` experts need."""
+    """The number of bytes of memory for experts; None: enough for `slots` experts."""
     slots: int | None
     threads: int | None
 

@@ -69,8 +69,8 @@ class Counters:
     device_wait_seconds: float = 0.0
     """The part of the forward time in which the host waited until a GPU had computed a layer's router output."""
     look_aheads: int = 0
-    """The number of layers of decode steps in which a look-ahead was made. In the other layers there was no time for
-    it, or no load to wait for."""
+    """The number of layers of decode steps in which a look-ahead was made. In the other layers, there was no time for a
+    look-ahead, or no load to wait for."""
     look_ahead_seconds: float = 0.0
     """The part of the forward time spent on predictions. It consists of running the next layer's attention and router,
     or waiting for a predictor on another thread, and of starting the predicted loads."""
@@ -92,7 +92,8 @@ class Counters:
 
     @property
     def elsewhere_seconds(self) -> float:
-        """The part of the forward time that experts cost without being computed: waiting and looking ahead."""
+        """The part of the forward time that is spent on experts but not on computing them: waiting for loads and
+        looking ahead."""
         return self.wait_seconds + self.host_wait_seconds + self.look_ahead_seconds
 
     @property

@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PLACE = "MODULE:CLASS"
-"""How users write a class that has no name."""
+"""The form in which users write a class that has no name."""
 
 
 @dataclass(frozen=True)
 class Catalogue(Generic[T]):
-    """The classes that one setting can name."""
+    """The classes that one setting can name: built-in ones, and those of packages, modules and files."""
 
     setting: str
     group: str
     """The group of entry points by which packages offer further classes."""
     base: type
-    """The class from which all of them are derived."""
+    """The class from which all classes of this catalogue must be derived."""
     built_in: Mapping[str, str]
     """{name: MODULE:CLASS} of the built-in classes."""
 

@@ -92,7 +92,7 @@ LOW_COPIES = (
     "low_meanwhile",
     "upgrade",
 )
-"""The settings that decide which missing experts are computed in fewer bits, or dropped."""
+"""The names of the settings that decide which missing experts are computed in fewer bits, or dropped."""
 
 
 def configure(preset: str = "exact", **switches: Any) -> EngineConfig:

@@ -54,8 +54,8 @@ class Routing(NamedTuple):
 
 
 def real_rows(routing: Routing) -> list[int] | None:
-    """Return the rows that need experts, which are neither padding nor of a finished sequence. Return None if these are
-    all rows."""
+    """Return the rows that need experts: rows that are neither padding nor of a finished sequence. Return None if all
+    rows need experts."""
     rows = [row for row, chosen in enumerate(routing.top_k_index) if min(chosen) != routing.experts]
     return None if len(rows) == len(routing.top_k_index) else rows
 

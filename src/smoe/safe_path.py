@@ -85,8 +85,8 @@ def _is_current(folder: str) -> bool:
 
 
 def _is_python_s_own(folder: str) -> bool:
-    """Return whether a folder contains installed packages, smoe itself or the standard library. Modules are imported
-    from these folders in any case."""
+    """Return whether a folder contains installed packages, smoe itself or the standard library. Python imports modules
+    from such folders in any case."""
     name = os.path.basename(os.path.abspath(folder))  # noqa: PTH100, PTH119
     return name in ("site-packages", "dist-packages") or any(
         os.path.samefile(folder, own)  # noqa: PTH121

@@ -20,13 +20,13 @@ from smoe.units import parse_bytes, parse_share
 MEMORY = "Memory"
 ENGINE = "Engine"
 LOW = "Low copies of missing experts (HOBBIT)"
-"""The headings of groups of options in `--help`."""
+"""`MEMORY`, `ENGINE` and `LOW` are the headings of groups of options in `--help`."""
 
 _TRUTH = {"true": True, "false": False, "on": True, "off": False}
 
 
 class Allowed(ABC):
-    """Which values a setting may have, and how a text on the command line is converted to one."""
+    """The values that a setting may have, and the conversion of a text on the command line to such a value."""
 
     words: str
     """A phrase that describes the allowed values."""
@@ -51,7 +51,7 @@ class Allowed(ABC):
 
 
 class Text(Allowed):
-    """Any text."""
+    """Allows any text as a setting's value."""
 
     words = typed = "a text"
 
@@ -63,7 +63,7 @@ class Text(Allowed):
 
 
 class OneOf(Allowed):
-    """One of several names."""
+    """Allows one of several names as a setting's value."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -80,12 +80,12 @@ class OneOf(Allowed):
 
 
 class ClassName(OneOf):
-    """The name of a built-in class or of a plug-in's."""
+    """Allows the name of a built-in class, or of a plug-in's class, as a setting's value."""
 
     def __init__(self, names: tuple[str, ...], find: Callable[[str], type[Eviction] | type[PredictorKind]]) -> None:
         super().__init__(*names)
         self.find = find
-        """Returns the class of a name. Raises `ConfigError` if there is none."""
+        """A function that returns the class of a name. It raises `ConfigError` if there is no such class."""
 
     def admits(self, value: Any) -> bool:
         """Return whether `value` is the name of a class. For a name without a class, raise `ConfigError` with the
@@ -94,7 +94,7 @@ class ClassName(OneOf):
 
 
 class Switch(Allowed):
-    """True or false."""
+    """Allows true or false as a setting's value."""
 
     words = typed = "true or false"
     option_type: type = bool
@@ -109,7 +109,7 @@ class Switch(Allowed):
 
 
 class Count(Allowed):
-    """An integer from `least` to `most`; if `most` is None, without an upper bound."""
+    """Allows an integer from `least` to `most` as a setting's value. If `most` is None, there is no upper bound."""
 
     option_type: type = int
 
@@ -130,7 +130,7 @@ class Count(Allowed):
 
 
 class Size(Count):
-    """A number of bytes. As a text it has a unit, such as 9MiB."""
+    """Allows a number of bytes as a setting's value. As a text it has a unit, such as 9MiB."""
 
     option_type: type = str
 
@@ -143,7 +143,7 @@ class Size(Count):
 
 
 class Number(Allowed):
-    """A number for which `test` returns true."""
+    """Allows a number for which `test` returns true as a setting's value."""
 
     option_type: type = float
 
@@ -163,13 +163,13 @@ class Number(Allowed):
 
 
 class Share(Number):
-    """A number from 0 to 1. As a text it may have a per cent sign."""
+    """Allows a number from 0 to 1 as a setting's value. As a text it may have a per cent sign."""
 
     option_type: type = str
 
     def __init__(self, words: str, test: Callable[[float], bool], most_typed: float = 1.0) -> None:
-        """`most_typed`: the largest value of a text. A larger one is refused, because a per cent sign was probably
-        forgotten."""
+        """`most_typed`: the largest number for which a text may stand. A larger number is refused, because a per cent
+        sign was probably forgotten."""
         super().__init__(words, test)
         self._most = most_typed
 
@@ -186,7 +186,8 @@ class Share(Number):
 
 
 class NumberTuple(Allowed):
-    """Several numbers, for which `test` returns true. In a text they are separated by commas."""
+    """Allows several numbers, for which `test` returns true, as a setting's value. In a text they are separated by
+    commas."""
 
     def __init__(self, words: str, test: Callable[[tuple[float, ...]], bool]) -> None:
         self.words = self.typed = words
@@ -220,7 +221,7 @@ class Setting:
     owner: str = ""
     """Another setting, without certain values of which this one has no effect (`config.belongs_to`); empty: none."""
     replaces: Mapping[str, Any] = field(default_factory=dict)
-    """Values of other settings. They replace those of a preset if this setting is given."""
+    """{other setting: value}. If this setting is given, these values replace those of a preset."""
 
 
 def setting(default: Any, allowed: Allowed, help: str, **more: Any) -> Any:

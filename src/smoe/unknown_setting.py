@@ -8,9 +8,9 @@ from smoe.config import SETTINGS
 from smoe.errors import ConfigError
 
 _SHORT = {"memory_bytes": "memory", "resident_share": "resident", "host_memory_bytes": "host_memory"}
-"""The names of some settings as arguments of `from_pretrained`."""
+"""{field of `EngineConfig`: its name as an argument of `from_pretrained`}, where the two names differ."""
 _NAMES = sorted({_SHORT.get(name, name) for name in SETTINGS} | {"preset", "revision"})
-"""The arguments of `from_pretrained`."""
+"""The names of the arguments of `from_pretrained`."""
 _WHERE = "help(smoe.config.EngineConfig) and docs/python.md list all settings"
 _BITS = "give `precision` int4 once `smoe pack --precision int4` has written such experts."
 _CONTEXT = "did you mean `context_tokens`?"
@@ -40,7 +40,7 @@ _OTHERS = {
     "torch_dtype": "did you mean `dtype`?",
     "trust_remote_code": "leave it out; no code of a checkpoint is run.",
 }
-"""{argument of another library: a hint on what to do here}."""
+"""{argument of another library: a hint what to use in smoe}."""
 
 
 def unknown_setting(name: str, given: object) -> ConfigError:

@@ -18,7 +18,7 @@ from typing import Any
 from smoe.whole_file import whole_file
 
 PLACE = "XDG_CACHE_HOME"
-"""The name of the environment variable that overrides the folder's location on every system."""
+"""The environment variable whose value replaces the cache folder's usual location, on every system."""
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def check_writable() -> None:
 
 
 def of_model(kind: str, folder: Path) -> Path:
-    """Return the path of the file that stores one `kind` of data about the model in `folder`."""
+    """Return the path of the file that stores data of one `kind`, such as tuned values, about the model in `folder`."""
     key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
     return cache_folder() / kind / f"{key}.json"
 

@@ -1,8 +1,8 @@
 """The measurements of `smoe bench`, as in the tables of SMoE's evaluation: 16 or 128 prompt tokens, 64 or 256 new ones,
 one sequence or three.
 
-Each is run once, on an engine that has run before. Answers have the full length (end tokens are ignored), sampling is
-greedy, and prompts are drawn from a seed, so every run does the same work.
+Each measurement is run once, on an engine that has run before. Answers have the full length (end tokens are ignored),
+sampling is greedy, and prompts are drawn from a seed, so every run does the same work.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True)
 class TableCell:
-    """One measurement: the lengths of prompt and answer, and the number of sequences."""
+    """The definition of one measurement: the lengths of prompt and answer, and the number of sequences."""
 
     prompt_tokens: int
     new_tokens: int

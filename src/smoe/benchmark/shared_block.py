@@ -14,15 +14,15 @@ from smoe.machine.processor import BUSY_SHARE
 from smoe.units import format_bytes, format_rate, format_seconds
 
 SHARED_CELL = TableCell(128, 64, 1)
-"""The measurement for the block."""
+"""The measurement whose results are in the block of text."""
 _SAID_APART = ("memory_bytes", "count", "resident_share", "context_tokens", "threads", "max_sequences")
 _PRIVATE = ("cluster", "draft_on", "cache_records")
 """Settings whose values are names of the user's machines and files. The block only mentions that they are set."""
 
 
 def shared_block(circumstances: Mapping[str, Any], cell: Mapping[str, Any], config: EngineConfig) -> str:
-    """Return the block. `circumstances` and `cell` are parts of the output of `smoe bench --json`; `config` is the
-    engine's."""
+    """Return the block of text to be posted. `circumstances` and `cell`: parts of the output of `smoe bench --json`;
+    `config`: the engine's settings."""
     versions, prompt = circumstances["versions"], cell["prompt_tokens"]
     speed, first = cell["tokens_per_second"], cell["ttft_seconds"]
     rows = {
@@ -43,7 +43,7 @@ def shared_block(circumstances: Mapping[str, Any], cell: Mapping[str, Any], conf
 
 
 def _model(circumstances: Mapping[str, Any]) -> str:
-    """Return a hub id unchanged, or the last part of a path."""
+    """Return a model's name without folders: a hub id unchanged, or the last part of a path."""
     given = str(circumstances["model"])
     is_hub_id = given.count("/") == 1 and not PurePath(given).is_absolute() and not given.startswith((".", "~"))
     name = given if is_hub_id else PurePath(given).name
@@ -56,7 +56,7 @@ def _machine(machine: Mapping[str, Any], threads: int) -> str:
 
 
 def _settings(circumstances: Mapping[str, Any], config: EngineConfig) -> list[str]:
-    """Return the budget, and every setting that differs from its default."""
+    """Return a text with the memory budget and every setting that differs from its default."""
     found = [
         f"memory {format_bytes(circumstances['memory_budget_bytes'])}",
         f"context {circumstances['context_tokens']}",

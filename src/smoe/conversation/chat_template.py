@@ -49,8 +49,8 @@ class ChatTemplate:
         self._process.close()
 
     def _written(self, conversation: Conversation, variables: dict[str, Any], ending: Ending) -> str:
-        """Return the rendered conversation, if necessary in other forms. A form that changes the template's error is
-        used for the next attempts too."""
+        """Return the rendered conversation. If the template fails, equivalent forms of the conversation are tried. A
+        form that changes the template's error message is used for the next attempts too."""
         deadline = self._process.deadline()
         try:
             return self._rendered(conversation, variables, deadline, ending)
@@ -108,7 +108,7 @@ class ChatTemplate:
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message without empty fields. Its reasoning has both names that templates use for it."""
+    """Return a message without empty fields. Its reasoning is stored under both names that templates use."""
     message = {name: value for name, value in message.items() if value is not None}
     if "reasoning_content" in message:
         message = {"thinking": message["reasoning_content"], **message}
@@ -125,8 +125,8 @@ def _open_ended(conversation: Conversation) -> Conversation:
 
 
 def _cut_off(text: str) -> str:
-    """Return the rendered conversation up to the marker. If the template strips spaces from messages, spaces at the end
-    of the last message are stripped too."""
+    """Return the rendered conversation up to the marker at the end of the last message. If the template strips spaces
+    from messages, spaces at the end of the last message are stripped too."""
     place = text.rfind(_GOES_ON.strip())
     if place < 0:
         raise ChatTemplateError("the template leaves out the last message, so it cannot be continued")

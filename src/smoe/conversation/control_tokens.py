@@ -47,8 +47,8 @@ class ControlTokens:
 
     def marked(self, conversation: Conversation, context_tokens: int) -> tuple[Conversation, str]:
         """Return (the conversation with a mark in the text of each control token, the mark). Texts that the model has
-        written are not marked. The mark is empty if none is needed. Raise `ContextError` if there would be more than
-        `context_tokens` marks."""
+        written are not marked. The mark is empty if the conversation has no text of a control token. Raise
+        `ContextError` if there would be more than `context_tokens` marks."""
         found = 0
         for text in _given_texts(conversation):
             for _ in self._first.finditer(text):
@@ -78,8 +78,8 @@ class ControlTokens:
         return ids
 
     def _within_text(self, pieces: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of each piece, without the space that some tokenizers add at the beginning of a text. Each
-        piece is tokenized after a line break, and the line break's tokens are removed."""
+        """Return the tokens of each piece of text, without the space that some tokenizers add at the beginning of a
+        text. Each piece is tokenized after a line break, and the line break's tokens are removed."""
         line_break: list[int] = self._tokenizer("\n", add_special_tokens=False)["input_ids"]
         rows = self._tokenizer([f"\n{piece}" for piece in pieces], add_special_tokens=False)["input_ids"]
         return [
@@ -124,7 +124,7 @@ def _first_of(texts: Iterable[str]) -> str:
 
 
 def _pattern(tree: dict[str, Any]) -> str:
-    """Return a regular expression for any text of a prefix tree. It compares each character once."""
+    """Return a regular expression that matches any text of a prefix tree. It compares each character once."""
     if "" in tree:
         return ""  # a shorter text ends here, whatever follows
     branches = []
@@ -138,7 +138,7 @@ def _pattern(tree: dict[str, Any]) -> str:
 
 
 def _cut(text: str, mark: str) -> list[str]:
-    """Return the parts of a text between its marks, at least one. Marks that the template has written as escape
+    """Return the pieces of a text between its marks, at least one. Marks that the template has written as escape
     sequences of JSON or Python are found too."""
     first, *others = text.replace(json.dumps(mark)[1:-1], mark).split(mark)
     return [first, *(piece for piece in others if piece)]

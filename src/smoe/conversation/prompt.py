@@ -12,7 +12,7 @@ from smoe.errors import ChatTemplateError
 
 
 class Written(NamedTuple):
-    """A rendered conversation."""
+    """A rendered conversation, in which the text of control tokens may be marked."""
 
     text: str
     """The prompt. It has marks in the text of control tokens that comes from messages."""
@@ -52,5 +52,5 @@ class ConversationPrompts:
 
     def encode(self, written: Written, begin: int = 0) -> list[int]:
         """Return the tokens of a rendered conversation from character `begin` on. Raise `ContextError` if there are far
-        too many."""
+        more tokens than the context holds."""
         return self._control.encode(written.text[begin:], written.mark, self._context_tokens)

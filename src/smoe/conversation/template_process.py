@@ -31,11 +31,11 @@ _START_SECONDS = 60.0
 """The time limit for the start of the process, on a machine that is busy loading a model. Usually it takes a tenth of a
 second."""
 _NOTHING = json.dumps({"template": "", "variables": {}}).encode()
-"""The first request to a new process, which shows that it works."""
+"""The first request to a new process, whose response shows that the process works."""
 
 
 class TemplateProcess:
-    """Renders one conversation at a time. Any thread may call `render` and `close`."""
+    """Renders one conversation at a time in a child process. Any thread may call `render` and `close`."""
 
     def __init__(self) -> None:
         self.seconds = SECONDS
@@ -101,7 +101,8 @@ class TemplateProcess:
 
 
 class _Exchange(threading.Thread):
-    """One request and its response, on a thread, because not every system can wait for a pipe with a deadline."""
+    """One request to the child process and its response, on a thread of its own, because not every system can wait for
+    a pipe with a deadline."""
 
     def __init__(self, child: subprocess.Popen[bytes], request: bytes) -> None:
         super().__init__(name="smoe-template", daemon=True)
@@ -124,7 +125,7 @@ class _Exchange(threading.Thread):
 
 
 class _Child:
-    """The child process. A fork of the process that started it does not use it."""
+    """The child process that renders templates. A fork of the process that started it does not use it."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None

@@ -131,7 +131,7 @@ def _limit_memory(most_bytes: int) -> None:
 
 
 def _read(source: BinaryIO) -> bytes:
-    """Return the next request; empty if the parent has ended."""
+    """Return the next request from the parent process; empty if the parent has ended."""
     length = source.read(LENGTH_BYTES)
     return source.read(int.from_bytes(length, "big")) if len(length) == LENGTH_BYTES else b""
 

@@ -37,21 +37,23 @@ from smoe.runtime.rerouting import Scored
 from smoe.runtime.stand_in import LayerExperts, answered_by
 
 WINDOW_TOKENS = 128
-"""The number of tokens in a window. A change affects mainly the next few dozen tokens."""
+"""The number of tokens in a window, a piece of the text that one pass processes. A change affects mainly the next few
+dozen tokens."""
 TRIALS = 8
-"""The number of trials for each layer and resolution, each on another window."""
+"""The number of trials for each layer and resolution. Each uses another window of the text."""
 _SUBSTITUTES = 8
-"""A substitute is drawn among this many experts, those ranked next after the chosen ones. Resident experts have similar
-ranks."""
+"""The number of experts, ranked next after the chosen ones, among which a substitute is drawn at random. Resident
+experts have similar ranks."""
 _LOGITS = 2**23
-"""The largest number of logits that are computed at a time."""
+"""The largest number of logits that are computed at a time, which limits memory."""
 _TINY = 1e-30
 _TOLERANCE = 0.02
 """The allowed relative difference between the model's logits and those computed from the output head's input."""
 
 
 class RouteTrial(NamedTuple):
-    """One row of a pass. In one layer, one route of every token except the first has this resolution."""
+    """One row of a pass in which routes are changed: in one layer, one route of every token except the first gets this
+    resolution."""
 
     layer: int
     answer: Resolution | None
@@ -61,29 +63,30 @@ class RouteTrial(NamedTuple):
 
 @dataclass
 class Shown:
-    """The results of all trials of one layer and resolution. Each list has one entry for each trial."""
+    """The measurements of all trials of one layer and resolution. Each list has one element for each trial."""
 
     nats: list[float] = field(default_factory=list)
     """The divergence from the exact distributions in nats, summed over the window."""
     units: list[float] = field(default_factory=list)
-    """The quality cost that a coefficient of 1 would give, summed over the window."""
+    """The quality cost by `LayerPrices.price` with a coefficient of 1, summed over the window."""
     changes: list[float] = field(default_factory=list)
     """The square of the change of the experts' output, summed over the window."""
 
 
 @dataclass(frozen=True)
 class AnswerPrices:
-    """The quality costs of a model, as measured."""
+    """The measured quality costs of a model's resolutions of misses, with their errors."""
 
     table: PriceTable
     errors: PriceTable
     """The standard errors of the numbers in `table`."""
     rounding: dict[int, float]
-    """{layer: nats per token} that a change in the last bits of the layer's output causes. It has been subtracted."""
+    """{layer: nats per token} that a change in the last bits of the layer's output causes. They have been subtracted
+    from the costs."""
     tokens: int
     """The number of tokens of the text."""
     has_low: bool
-    """Whether low-precision copies were measured. Otherwise the table has the cost of dropping for them."""
+    """Whether low-precision copies were measured. If not, the table has the cost of dropping in their place."""
     shown: Mapping[RouteTrial, Shown]
     """The results of all trials, by layer and resolution."""
 
@@ -122,8 +125,8 @@ def measure(
 
 
 def shape_of(engine: Engine, ids: Sequence[int]) -> tuple[int, int]:
-    """Return (rows of a pass, including the exact one; tokens of a row). Raise `ConfigError` if there is no room for
-    two rows, or if the text is too short."""
+    """Return (the number of rows of a pass, including the exact row; the number of tokens of a row). Raise
+    `ConfigError` if there is no room for two rows, or if the text is too short."""
     config = engine.config
     room = min(config.prefill_tokens, engine.context_tokens * config.max_sequences)
     width = min(WINDOW_TOKENS, engine.context_tokens, room // 2)
@@ -138,7 +141,7 @@ def passes_of(engine: Engine, ids: Sequence[int], trials: int = TRIALS) -> int:
 
 
 def _schedule(engine: Engine, trials: int) -> list[RouteTrial]:
-    """Return all trials in the order in which they are run."""
+    """Return the trials of all layers and resolutions, in the order in which they are run."""
     answers = [Resolution.SKIP, Resolution.SUBSTITUTE, None, *([Resolution.LOW] if engine.config.has_low else [])]
     return [RouteTrial(layer, answer) for layer in sorted(engine.store.layers) for answer in answers] * trials
 
@@ -151,8 +154,8 @@ def _window(ids: Sequence[int], number: int, width: int) -> Sequence[int]:
 
 
 class _Answering:
-    """Replaces the experts of one pass: changes the routes of each trial, and records how much each changes its layer's
-    output."""
+    """Computes the experts of one pass in place of the engine. In each trial's row it changes routes, and records how
+    much they change the layer's output."""
 
     def __init__(self, trials: Sequence[RouteTrial], generator: torch.Generator) -> None:
         self.trials = trials
@@ -202,15 +205,16 @@ def _in_last_bits(output: torch.Tensor, generator: torch.Generator) -> torch.Ten
 
 
 class _Routes(NamedTuple):
-    """The routes [T, K] of one row, as views of the pass's tensors, which are changed in place."""
+    """The routes [T, K] of one row of a pass. The arrays are views of the pass's tensors, so changing them changes the
+    pass."""
 
     top_k_index: torch.Tensor
     top_k_weights: torch.Tensor
     is_low: torch.Tensor
 
     def change(self, answer: Resolution, scored: Scored, generator: torch.Generator) -> float:
-        """Change one route of every token except the first to this resolution. Return the quality cost that a
-        coefficient of 1 would give.
+        """Change one route of every token except the first to this resolution. Return the quality cost of these routes
+        by `LayerPrices.price` with a coefficient of 1.
 
         A token's route of highest weight stays unchanged unless it is the only one. Almost no plan drops it, and in the
         first layers it costs more than the square of its weight would give. The first token stays unchanged because
@@ -236,8 +240,8 @@ class _Routes(NamedTuple):
     def _substitute(
         self, token: torch.Tensor, choice: torch.Tensor, scored: Scored, generator: torch.Generator
     ) -> torch.Tensor:
-        """Replace the given choice of each token by a substitute. Return the gaps between the scores
-        (`misses.Route.gap`)."""
+        """Replace the given choice of each token by a substitute. Return how much lower the substitutes' scores are, as
+        fractions (`misses.Route.gap`)."""
         index, weights, _ = self
         scores = scored.rule.choice(scored.scores)[token]
         most = min(_SUBSTITUTES, scores.shape[-1] - index.shape[-1])
@@ -302,8 +306,8 @@ def _scale_of(logits: torch.Tensor, of_head: torch.Tensor) -> float:
 
 
 def _priced(engine: Engine, shown: dict[RouteTrial, Shown], width: int, tokens: int) -> AnswerPrices:
-    """Return the quality costs. For every layer, the cost of a change of its output is multiplied by the change that
-    each resolution causes."""
+    """Return the quality costs. For every layer, the cost for each unit of squared change of its output is multiplied
+    by the change that each resolution causes."""
     layers, errors, rounding = dict[int, LayerPrices](), dict[int, LayerPrices](), dict[int, float]()
     has_low = engine.config.has_low
     for layer in sorted(engine.store.layers):
@@ -324,7 +328,8 @@ def _change_per_unit(shown: Shown) -> float:
 
 
 def _factor(shown: Sequence[Shown], floor: float) -> tuple[float, float]:
-    """Return (nats above `floor` for each unit of squared change, at least 0; the standard error of this quotient)."""
+    """Return (nats above `floor` for each unit of squared change of a layer's output, at least 0; the standard error of
+    this quotient)."""
     trials = [pair for each in shown for pair in zip(each.nats, each.changes, strict=True)]
     changes = max(sum(change for _, change in trials), _TINY)
     factor = sum(nats - floor for nats, _ in trials) / changes

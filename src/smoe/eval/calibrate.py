@@ -16,12 +16,12 @@ from smoe.runtime.observer import StepObserver
 from smoe.runtime.step import Step
 
 LEAST_TOKENS = 1000
-"""The smallest number of tokens. With fewer, most experts are used too rarely."""
+"""The smallest number of tokens for a calibration. With fewer, most experts are used too rarely."""
 
 
 def calibration_ids(tokenizer: Any, documents: Sequence[str], most: int) -> list[int]:
     """Return the token ids of the concatenated documents, at most the first `most`. Raise `ConfigError` if there are
-    too few."""
+    fewer than `LEAST_TOKENS`."""
     ids = list(tokenizer("\n\n".join(documents))["input_ids"])[:most]
     if len(ids) < LEAST_TOKENS:
         raise ConfigError(

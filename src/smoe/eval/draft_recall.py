@@ -22,7 +22,7 @@ from smoe.runtime.draft_model import Alignment, Draft, Greedy, as_draft
 
 @dataclass(frozen=True)
 class DraftRecall:
-    """The results of one draft model with one alignment."""
+    """How well one draft model with one alignment predicts experts."""
 
     precision: str
     alignment: Alignment
@@ -37,7 +37,7 @@ class DraftRecall:
 
 @dataclass(frozen=True)
 class RecallComparison:
-    """The results of all draft models, and of predictors without a draft model, on the same runs."""
+    """How well all draft models, and predictors without a draft model, predict the experts of the same runs."""
 
     drafts: tuple[DraftRecall, ...]
     predictors: Mapping[str, Recall]
@@ -77,7 +77,7 @@ def compare(
     """Continue each of `prompts` with `model` by at most `tokens` tokens, and compare the predictions of the draft
     models `drafts`, given by precision, with this run.
 
-    Only the keys and values of one prompt are in memory at a time. `tick` is called for every token that any model
+    The keys and values of only one prompt are in memory at a time. `tick` is called for every token that any model
     decodes, and once with the number of tokens that an end token saves. Raise `ConfigError` if a KV period is
     impossible for the model or if nothing was decoded, and `UnsupportedModelError` if a router's rule is unknown.
     """

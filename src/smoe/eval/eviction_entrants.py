@@ -24,11 +24,11 @@ class Refused(NamedTuple):
 
     why: str
     lacking: str = ""
-    """What must be learned first; empty if there is another reason."""
+    """What must be learned before the policy or predictor can take part; empty if there is another reason."""
 
 
 def refused_by(error: Exception) -> Refused:
-    """Return why a policy or predictor cannot take part, from the error that loading it has raised."""
+    """Return why a policy or predictor cannot take part in a tournament, from the error that loading it has raised."""
     cause = error.__cause__
     return Refused(str(error), str(cause) if isinstance(cause, NotLearnedError) else "")
 
@@ -50,7 +50,7 @@ def evictions_of(model: PreTrainedModel, spec: LibrarySpec) -> tuple[dict[str, E
 
 
 def _settings(name: str, model: PreTrainedModel, spec: LibrarySpec) -> EvictionSettings:
-    """Return the settings of one policy. Raise `SmoeError` if the loaded model cannot use it."""
+    """Return the settings of one eviction policy. Raise `SmoeError` if the loaded model cannot use the policy."""
     engine: Engine = model.offload  # type: ignore[assignment]
     place = Path(spec.config.name_or_path)
     usual = engine.config.eviction_settings._replace(name=name)

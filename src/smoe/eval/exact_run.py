@@ -33,14 +33,14 @@ from smoe.runtime.step import Step
 AHEAD = (1, 2, 4)
 """The distances, in layers, between the input of a router and the layer that it predicts."""
 SPARES = 4
-"""The number of predicted experts in addition to a layer's top-k, if the layer has so many."""
+"""The number of experts that are predicted in addition to a layer's top-k, if the layer has so many."""
 PREVIOUS, POPULAR, GATE, CORRECTED = "previous token", "popularity", "gate", "corrected gate"
 
 Tick = Callable[[int], None]
 
 
 def ahead(name: str, depth: int) -> str:
-    """Return the name of the predictor `name` at a distance of `depth` layers."""
+    """Return the name in reports of the predictor `name` that predicts `depth` layers ahead."""
     return f"{name} {depth} ahead"
 
 
@@ -61,7 +61,8 @@ class ExactRun:
 
 
 class RunListener(StepObserver):
-    """An observer that records the routers' choices in one run, and runs the predictors."""
+    """An observer that records the routers' choices during one run, and runs predictors whose predictions it
+    records."""
 
     def __init__(self, model: PreTrainedModel, spec: LibrarySpec, rules: dict[int, ScoringRule]) -> None:
         self.layers = routed_layers(spec)
@@ -82,7 +83,7 @@ class RunListener(StepObserver):
         self.begin()
 
     def begin(self) -> None:
-        """Forget what was recorded, before another text."""
+        """Delete the recorded choices and predictions, before another text."""
         self._is_reading = True
         self._chosen: list[np.ndarray] = []
         self._named: list[dict[str, np.ndarray]] = []
@@ -120,13 +121,13 @@ class RunListener(StepObserver):
                 self._say(ahead(CORRECTED, depth), after, self._best(after, better))
 
     def run(self, prompt: Sequence[int], tokens: Sequence[int], cache: RowCache) -> ExactRun:
-        """Return what was recorded since `begin`."""
+        """Return the choices and predictions recorded since `begin`."""
         named = {name: np.stack([names[name] for names in self._named]) for name in self.predictors}
         return ExactRun(tuple(prompt), tuple(tokens), np.stack(self._chosen), named, cache)
 
     def _asked(self, model: PreTrainedModel, spec: LibrarySpec) -> tuple[StackedGates | None, CorrectedGates | None]:
-        """Return the predictors by routers, without and with corrections; None for those that this model does not
-        support."""
+        """Return the predictors that apply later layers' routers, without and with corrections. A predictor that this
+        model does not support is None."""
         subject = PredictorInputs(model, spec, self._rules, PREFETCH_WHAT[0], max(AHEAD))
         self._learned: Container[tuple[int, int]] = ()
         gates = corrected = None
@@ -160,7 +161,7 @@ class RunListener(StepObserver):
 
 
 def record(text: Greedy, listener: RunListener, prompt: Sequence[int], tokens: int, tick: Tick) -> ExactRun | None:
-    """Continue a prompt with the model of `text`, by at most `tokens` tokens or up to an end token. Return what
+    """Continue a prompt with the model of `text`, by at most `tokens` tokens or up to an end token. Return the run that
     `listener`, which observes the model, has recorded.
 
     `tick` is called for every token. Return None if the first new token is an end token.

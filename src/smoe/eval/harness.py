@@ -22,7 +22,7 @@ from smoe.eval.questions import Reader, Tick, answer
 from smoe.generation.choices import end_tokens
 
 _METRICS = ("exact_match", "acc", "em")
-"""Metrics that say whether a single answer is right. The first one that a task has is used."""
+"""Names of metrics that score a single answer as right or wrong. Of these, the first one that a task has is used."""
 _ANSWER_TOKENS = 256
 
 
@@ -69,7 +69,8 @@ class StepwiseLM(LM):  # type: ignore[misc]
 
 
 class Harness:
-    """An exam that consists of tasks of the harness, with at most `most` questions of each task."""
+    """An exam (a function that asks a model questions) that consists of tasks of the harness, with at most `most`
+    questions of each task."""
 
     def __init__(self, tasks: Sequence[str], folder: Path | None, most: int) -> None:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)  # lm_eval warns of every default of a task

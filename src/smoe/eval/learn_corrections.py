@@ -41,11 +41,11 @@ LEAST_TOKENS = 500
 _FITTED, _CALIBRATED = 0.8, 0.9
 """The ends of the first and second part of the text, as fractions of its length."""
 _TIMED = 40
-"""The number of predictions of every layer whose time is measured."""
+"""The number of predictions of every layer by which the time of a prediction is measured."""
 
 
 class Judged(NamedTuple):
-    """The results of predictions `distance` layers ahead on the last tenth of the text, averaged over the layers."""
+    """How right the predictions `distance` layers ahead are on the last tenth of the text, averaged over the layers."""
 
     distance: int
     next_gate: float
@@ -67,7 +67,7 @@ class FittedCorrections:
     corrections: Mapping[tuple[int, int], Correction]
     """Corrections by (layer of the input, predicted layer), in the model's dtype."""
     judged: tuple[Judged, ...]
-    """The results for each distance, the nearest first."""
+    """How right the predictions are at each distance, the nearest first."""
     tokens: int
     """The number of tokens of the text."""
     seconds_per_layer: float
@@ -75,7 +75,7 @@ class FittedCorrections:
 
 
 class Inputs(NamedTuple):
-    """The inputs and choices of one layer's router for all tokens."""
+    """The router inputs of one layer and the experts that its router chose, for all tokens."""
 
     hidden: torch.Tensor
     """[T, H] router inputs."""
@@ -138,7 +138,8 @@ def check_enough(tokens: int) -> None:
 
 
 class _Pair:
-    """The data of a pair of layers: the inputs of the first, and the inputs and choices of the second one's router."""
+    """The data from which a later layer is predicted: the router inputs of an earlier layer, and the router inputs and
+    choices of the later layer."""
 
     def __init__(
         self, hidden: torch.Tensor, later: Inputs, has_before: torch.Tensor, matrix: RouterMatrix, rule: ScoringRule
@@ -167,7 +168,7 @@ class _Pair:
         return with_confidence(correction, margin, self._chosen(of).cpu())
 
     def judged(self, correction: Correction, distance: int) -> Judged:
-        """Return the results of a correction on the last part of the text."""
+        """Return how right the predictions with a correction are on the last part of the text."""
         of = self._judged
         wanted = self._chosen(of)
         guessed = self._guessed(correction, of)
@@ -183,7 +184,8 @@ class _Pair:
         )
 
     def _guessed(self, correction: Correction, of: slice) -> torch.Tensor:
-        """Return [T, E], the predicted logits. The token before is used if it is known, as in a running sequence."""
+        """Return [T, E], the predicted logits of the later layer's router. The token before is used if it is known, as
+        in a running sequence."""
         hidden = self._hidden[of]
         correction = correction.to(hidden.device, correction.weight.dtype)
         hidden = hidden.to(correction.weight.dtype)
@@ -194,7 +196,7 @@ class _Pair:
         return margins(self._rule, self._index.shape[1], logits)
 
     def _chosen(self, of: slice) -> torch.Tensor:
-        """Return [T, E], whether each expert was chosen."""
+        """Return [T, E], whether the later layer's router chose each expert."""
         wanted = torch.zeros(len(self._index[of]), self._logits.shape[1], dtype=torch.bool, device=self._index.device)
         return wanted.scatter_(1, self._index[of].long(), True)
 
@@ -212,12 +214,12 @@ class _RouterInputCollector(StepObserver):
 
 
 def _mean(of: Sequence[Judged]) -> Judged:
-    """Return the results for one distance, averaged over the layers."""
+    """Return the averages over the layers of the results for one distance."""
     return Judged(of[0].distance, *(sum(values) / len(of) for values in list(zip(*of, strict=True))[1:]))
 
 
 def _seconds_per_layer(subject: PredictorInputs, last: Mapping[int, Inputs]) -> float:
-    """Return the median seconds of a prediction one layer ahead for one row, on one thread as in decode. Storing the
+    """Return the median seconds of predicting one layer ahead for one row, on one thread as in decode. Storing the
     token's inputs is included."""
     predictor = PREDICTORS.find("corrected-gates").make(subject)
     assert predictor is not None

@@ -10,8 +10,8 @@ from smoe.trace.file import Trace
 
 
 def trace_of(path: Path, spec: ModelSpec) -> Trace:
-    """Return a trace of the model with this `spec`. Raise `ConfigError` if it is of another model, and `TraceError` if
-    the file is not a trace."""
+    """Return the trace in a file. Raise `ConfigError` if it was recorded with another model than the one with this
+    `spec`, and `TraceError` if the file is not a trace."""
     trace = Trace(path)
     recorded = {layer.layer: layer.experts for layer in trace.header.layers}
     if recorded != {site.layer: site.experts for site in spec.sites}:
@@ -20,8 +20,8 @@ def trace_of(path: Path, spec: ModelSpec) -> Trace:
 
 
 def another_model_s(path: Path, trace: Trace, setting: str) -> ConfigError:
-    """Return the error for a trace whose layers or experts are not the model's. `setting`: the argument that has the
-    trace."""
+    """Return the error for a trace whose layers or experts are not the model's. `setting`: the name of the argument
+    that contains the trace's path."""
     return ConfigError(
         f"{path} was recorded with {trace.header.model}, whose layers and experts are not this model's; record "
         "this one with smoe record",

@@ -13,7 +13,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Change:
-    """A difference from the exact model, with its 95 % confidence interval."""
+    """A measured difference from the exact model, with its 95 % confidence interval."""
 
     value: float
     low: float
@@ -21,11 +21,11 @@ class Change:
 
 
 def bootstrapped(statistic: Callable[[np.ndarray], float], count: int) -> Change:
-    """Return `statistic` of all `count` samples, with a confidence interval from samples drawn with replacement. Equal
-    arguments give equal intervals.
+    """Return the value of `statistic` for all `count` samples, with a confidence interval from samples drawn with
+    replacement. Equal arguments give equal intervals.
 
-    `statistic` is called with indices [count] of samples. Both measurements of a pair have the same index, so they are
-    drawn together.
+    `statistic` is called with indices [count] of samples. A sample is a pair of measurements with the same index, so
+    both are drawn together.
     """
     generator = np.random.default_rng(0)
     drawn = [statistic(generator.integers(0, count, count)) for _ in range(RESAMPLES)]

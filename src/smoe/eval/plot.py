@@ -13,13 +13,14 @@ _LOSS, _SPEED = "#b3423a", "#2f6d8c"
 
 
 def _lines(*axes: Any) -> tuple[list[Any], list[str]]:
-    """Return (lines, their names) of axes that share one panel, for a common legend."""
+    """Return (lines, their names) of two axes that share one panel, for a common legend."""
     found = [axis.get_legend_handles_labels() for axis in axes]
     return [line for lines, _ in found for line in lines], [name for _, names in found for name in names]
 
 
 def draw(prices: Sequence[Price], title: str, path: Path) -> None:
-    """Write the picture to `path` (.png, .svg or .pdf). Raise `ConfigError` if matplotlib is not installed."""
+    """Write the picture of quality and time against alpha to `path` (.png, .svg or .pdf). Raise `ConfigError` if
+    matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -1,8 +1,8 @@
 """Measures the quality cost and the time of thresholds or lower precisions, with confidence intervals. An interrupted
 measurement can be continued.
 
-Every setting is compared with the exact model on the same tokens, so the noise of the text cancels. The interval comes
-from resampling blocks of tokens (and questions) together for both.
+Every setting is compared with the exact model on the same tokens, so the noise of the text cancels. The confidence
+interval comes from resampling blocks of tokens (and questions), the same for both.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ _LEAST_SAMPLES = 10
 """The smallest number of blocks of tokens, or of questions, for a confidence interval."""
 
 RESULTS = "quality.json"
-"""The file with the results, which is written after every threshold. The exact model's distributions are next to it."""
+"""The name of the file with the results, which is written after every threshold. The exact model's distributions are in
+the same folder."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """The results of one setting, compared with the exact model: one row of the table."""
+    """The quality and the time of one setting, compared with the exact model: one row of the table."""
 
     quality: Quality
     perplexity: Change
@@ -45,7 +46,7 @@ class Price:
 
     @property
     def is_base(self) -> bool:
-        """Whether this is the exact model, with which all others are compared, so that it has no interval."""
+        """Whether this is the exact model, with which all other settings are compared, so that it has no interval."""
         return self.quality.is_base
 
     @property
@@ -95,8 +96,8 @@ def sweep(
     circumstances: dict[str, Any],
     on_alpha: Callable[[float], Tick],
 ) -> list[Price]:
-    """Return the results of every threshold, 0 first. Results that `folder` has from an earlier run are used if its
-    circumstances were the same.
+    """Return the results of every threshold, 0 first. Results in `folder` from an earlier run are used if model, text
+    and settings were the same.
 
     If the model has low precision (experts, activations, low-precision copies), every threshold is compared with the
     exact model, which must have been measured into `folder` before.
@@ -122,13 +123,13 @@ def sweep(
 
 
 def largest_within(prices: Sequence[Price], allowed: float) -> Price:
-    """Return the result with the largest alpha at which perplexity has risen by at most `allowed`, even at the
-    interval's upper bound. `prices` must include alpha 0, which costs nothing."""
+    """Return the result with the largest alpha at which perplexity rises by at most `allowed`, even at the upper bound
+    of its interval. `prices` must include alpha 0, at which perplexity does not rise."""
     return max((p for p in prices if p.perplexity.high <= allowed), key=lambda price: price.quality.alpha)
 
 
 def price_of(quality: Quality, base: Quality) -> Price:
-    """Return `quality` compared with `base`, the exact model, on the same tokens and questions."""
+    """Return the comparison of `quality` with `base`, the exact model, on the same tokens and questions."""
     counts = np.array(base.block_tokens, dtype=float)
     nats = np.array(quality.block_nats) - np.array(base.block_nats)
     perplexity = bootstrapped(lambda rows: float(np.expm1(nats[rows].sum() / counts[rows].sum())), len(nats))
@@ -141,7 +142,7 @@ def price_of(quality: Quality, base: Quality) -> Price:
 
 
 class _Results:
-    """The results so far. They are stored on disk after every threshold."""
+    """The results of the thresholds measured so far. They are stored on disk after every threshold."""
 
     def __init__(self, path: Path, circumstances: dict[str, Any]) -> None:
         self._path = path
@@ -163,7 +164,7 @@ class _Results:
 
     @property
     def base(self) -> Quality | None:
-        """The results of the exact model; None if it was not measured."""
+        """The result of the exact model; None if it was not measured."""
         return self.get(EXACT, 0.0)
 
     def get(self, numbers: Numbers, alpha: float) -> Quality | None:

@@ -23,8 +23,8 @@ LEAST_TOKENS = 100
 def profile_reading(
     model: PreTrainedModel, ids: Sequence[int], text: str, tick: Callable[[int], None]
 ) -> ImportanceProfile:
-    """Return the profile of a text through which the model is run. `tick` is called with the number of tokens of each
-    pass.
+    """Return the importance profile of a text through which the model is run. `tick` is called with the number of
+    tokens of each pass.
 
     The text is processed in pieces as long as the context, because a router's output depends on the text only. Raise
     `ConfigError` if the text is too short.
@@ -38,8 +38,8 @@ def profile_reading(
 
 
 def profile_recorded(routings: Iterable[Routing], text: str) -> ImportanceProfile:
-    """Return the profile of a recorded run, including prompts. `routings` must have weights. Raise `ConfigError` if the
-    run is too short."""
+    """Return the importance profile of a recorded run, including prompts. `routings` must have weights. Raise
+    `ConfigError` if the run is too short."""
     values, tokens = list[float](), dict[int, int]()
     for routing in routings:
         assert routing.weights is not None
@@ -59,7 +59,7 @@ def check_enough(tokens: int, setting: str) -> None:
 
 
 class _ImportanceCollector(StepObserver):
-    """An observer that stores the unimportance of every choice."""
+    """An observer that stores how unimportant each chosen expert is for its token."""
 
     def __init__(self) -> None:
         self.values: list[float] = []

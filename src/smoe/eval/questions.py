@@ -35,10 +35,10 @@ Tick = Callable[[int], None]
 
 FORMATS = ("short", "letter", "number", "choice", "cloze")
 _SETTING = "questions"
-"""The name of the setting that has the file."""
+"""The name of the setting that contains the path of the file with questions."""
 _ANSWER_TOKENS = {"short": 12, "letter": 12, "number": 256}
 _LEAST_ANSWER_TOKENS = 12
-"""The smallest number of tokens for an answer that must be free in the context."""
+"""The smallest number of tokens that the context must have free for an answer."""
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _LETTER = re.compile(r"(?<![A-Za-z])[A-Z](?![A-Za-z])")
 
@@ -53,7 +53,8 @@ class Question:
     format: str = "short"
     choices: tuple[str, ...] = ()
     suffix: str = ""
-    """Text that follows a choice. If there is one, its probability is compared, not that of the choice."""
+    """Text that follows a choice. If there is a suffix, the probability of the suffix is compared instead of the
+    probability of the choice."""
 
     @property
     def longest(self) -> str:
@@ -90,7 +91,7 @@ def _question(record: dict[str, Any], path: Path) -> Question:
 
 
 class Questions:
-    """An exam that consists of questions, which are asked one after the other."""
+    """An exam (a function that asks a model questions) that asks these questions one after the other."""
 
     def __init__(self, questions: Sequence[Question]) -> None:
         self._questions = questions
@@ -171,7 +172,7 @@ def answer(model: PreTrainedModel, tokenizer: Any, prompt: str, most: int, stops
 
 
 def _choose(model: PreTrainedModel, tokenizer: Any, question: Question, tick: Tick) -> int:
-    """Return the index of the most probable choice."""
+    """Return the index of the most probable choice of a question."""
     scores = []
     reader = Reader(model, tokenizer, tick)
     for choice in question.choices:

@@ -1,4 +1,4 @@
-"""Computes the recall of predicted experts by OD-MoE's equations 2 and 3, and further measures.
+"""Computes the recall of predicted experts by OD-MoE's equations 2 and 3, and similar measures.
 
     Q prompts, N tokens, L layers, K experts chosen in each, S experts predicted in addition (spares)
     c(q, n, l): how many of the K experts were predicted      A(q, n): whether prompt q has a token n
@@ -18,7 +18,8 @@ import numpy as np
 from smoe.prediction.activation_path import NO_EXPERT
 
 _DIGITS = 6
-"""The number of digits of a fraction in JSON. There are never a million choices, so more are not needed."""
+"""The number of decimal digits of a fraction in JSON. More are not needed, because there are fewer than a million
+choices."""
 
 
 def by_token(right: np.ndarray, exists: np.ndarray, wanted: int) -> np.ndarray:
@@ -49,7 +50,7 @@ def named_right(chosen: np.ndarray, named: np.ndarray, most: np.ndarray) -> np.n
 
 @dataclass(frozen=True)
 class Recall:
-    """The results of one predictor. The letters are explained in the module."""
+    """How many experts one predictor has predicted. The letters are explained in the module."""
 
     right: np.ndarray
     """[S + 1, Q, N, L] c of equations 2 and 3, for 0 to S predicted experts in addition to the layer's top-k."""
@@ -58,7 +59,7 @@ class Recall:
     top_k: np.ndarray
     """[L] the number of experts that each layer chooses."""
     guessed: np.ndarray
-    """[L] whether the layer was predicted; the others do not count."""
+    """[L] whether the layer was predicted. Layers without predictions do not count."""
     has_spares: bool
     """Whether the predictor can predict more experts than a layer's top-k."""
 
@@ -69,7 +70,7 @@ class Recall:
 
     @property
     def whole_layer(self) -> float:
-        """The fraction of (token, layer) pairs of which all experts were predicted."""
+        """The fraction of (token, layer) pairs all of whose experts were predicted."""
         return self.whole_layer_by_spares[0]
 
     @property
@@ -130,10 +131,10 @@ class Recall:
 
 
 class Tally:
-    """Collects predictions, prompt by prompt, for a `Recall`."""
+    """Collects the predictions of one predictor, prompt by prompt, for a `Recall`."""
 
     def __init__(self, top_k: Sequence[int], tokens: int, spares: int) -> None:
-        """`top_k`: that of every layer; `tokens`: N, the largest number of tokens of a prompt; `spares`: S."""
+        """`top_k`: K of every layer; `tokens`: N, the largest number of tokens of a prompt; `spares`: S."""
         self._top_k = np.array(top_k)
         self._tokens = tokens
         self._spares = spares
@@ -155,7 +156,7 @@ class Tally:
         self._has_spares |= bool((is_predicted.sum(axis=-1) > self._top_k).any())
 
     def finished(self) -> Recall:
-        """Return the results; at least one prompt must have been added."""
+        """Return the recall over all added prompts, of which there must be at least one."""
         right, exists = np.stack(self._right, axis=1), np.stack(self._exists)
         return Recall(right, exists, self._top_k, self._guessed, self._has_spares)
 

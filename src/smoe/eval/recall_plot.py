@@ -12,7 +12,7 @@ from smoe.eval.draft_recall import DraftRecall, RecallComparison
 
 _COLOURS = ("#2f6d8c", "#b3423a", "#d99a3d", "#6a8f4e", "#7d5a94", "#8c9aa5")
 _SMOOTH_TOKENS = 8
-"""Curves are moving averages over this many tokens: with few prompts, single tokens vary strongly."""
+"""The number of tokens over which curves are averaged, because with few prompts single tokens vary strongly."""
 _MOST_LINES = 5
 _PANEL_INCHES = 4.2
 _LEAST_INCHES = 8.0
@@ -20,8 +20,8 @@ _LEAST_INCHES = 8.0
 
 
 def draw_by_token(found: RecallComparison, title: str, path: Path) -> None:
-    """Draw the recall against the token number, with one panel for each precision, for the shortest and longest
-    periods."""
+    """Draw the recall against the token number, with one panel for each precision of the draft model. Each panel has
+    lines for the shortest and the longest alignment periods."""
     by_precision = _by_precision(found)
     figure = Figure(figsize=(max(_LEAST_INCHES, 0.8 + _PANEL_INCHES * len(by_precision)), 3.8), layout="constrained")
     panels = figure.subplots(1, len(by_precision), sharey=True, squeeze=False)[0]
@@ -44,7 +44,7 @@ def draw_by_token(found: RecallComparison, title: str, path: Path) -> None:
 
 def draw_by_periods(found: RecallComparison, title: str, path: Path) -> None:
     """Draw the recall for each combination of token period and KV period, with one panel and colour scale for each
-    precision."""
+    precision of the draft model."""
     by_precision = _by_precision(found)
     width = max(_LEAST_INCHES, 0.8 + 0.8 * _PANEL_INCHES * len(by_precision))
     figure = Figure(figsize=(width, 3.6), layout="constrained")
@@ -77,7 +77,8 @@ def _by_precision(found: RecallComparison) -> dict[str, list[DraftRecall]]:
 
 
 def _extremes(drafts: list[DraftRecall]) -> list[DraftRecall]:
-    """Return the results with the shortest and longest periods, the lines of figure 3. If there are few, return all."""
+    """Return the results with the shortest and with the longest alignment periods, which are the lines of figure 3. If
+    there are few results, return all."""
     if len(drafts) <= _MOST_LINES:
         return drafts
     tokens = sorted({draft.alignment.token for draft in drafts}, key=_rarely)
@@ -87,7 +88,7 @@ def _extremes(drafts: list[DraftRecall]) -> list[DraftRecall]:
 
 
 def _rarely(period: int) -> float:
-    """Return a sort key of a period; 0, which means never, comes last."""
+    """Return a sort key of an alignment period. 0, which means never, comes last."""
     return period or float("inf")
 
 

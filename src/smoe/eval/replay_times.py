@@ -1,9 +1,9 @@
 """The times of this machine for replays on the virtual clock, computed from the engine's counters in an observed run.
 
-Two of them need more than the counters. *Waiting*: if reads compete with computing for the processor, or are passed
-between threads, waiting for an expert takes longer than reading it. The time of a load is therefore chosen such that
-the replay of the observed run waits as long as the engine did. *Deciding*: an eviction policy is Python code that runs
-in every layer. Its time is measured during the replay, in place of that of the policy in the observed run.
+Two of the times need more than the counters. *Waiting*: if reads compete with computing for the processor, or are
+passed between threads, waiting for an expert takes longer than reading it. The time of a load is therefore chosen such
+that the replay of the observed run waits as long as the engine did. *Deciding*: an eviction policy is Python code that
+runs in every layer. Its time is measured during the replay, in place of that of the policy in the observed run.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from smoe.runtime.engine import Engine
 from smoe.simulator.virtual_clock import StepTimes, Timed, replay_on_clock
 
 WARM_SHARE = 1 / 3
-"""The fraction of the steps, at the beginning, that only fill the cache and are not counted."""
+"""The fraction of a trace's steps, at its beginning, that only fill the cache and are not counted."""
 _HALVINGS = 8
 
 
 def times_of(engine: Engine, counted: Counters) -> StepTimes:
-    """Return the seconds of the parts of a token on this machine, from the counters of a run."""
+    """Return the times of a load, an expert, a layer and planning on this machine, from the counters of a run."""
     passes = max(1, counted.forward_passes) * len(engine.store.layers)
     loads = max(1, counted.loads + counted.prefetches)
     expert, layer = counted.compute_seconds / max(1, counted.decode_uses), counted.dense_seconds / passes
@@ -40,11 +40,11 @@ def times_of(engine: Engine, counted: Counters) -> StepTimes:
 
 
 def as_waited(engine: Engine, trace: Sequence[Routing], times: StepTimes, waited_seconds: float) -> StepTimes:
-    """Return `times` with another load time, with which the replay waits as long as the engine did. Their deciding time
+    """Return `times` with another load time, with which the replay waits as long as the engine did. The deciding time
     no longer contains the engine's eviction policy.
 
     `trace`: decode steps that the engine has computed with its own eviction policy and without prefetch.
-    `waited_seconds`: how long it has waited for experts meanwhile.
+    `waited_seconds`: how long the engine has waited for experts in these steps.
     """
 
     def replayed(load: float) -> float:
@@ -69,8 +69,8 @@ def as_waited(engine: Engine, trace: Sequence[Routing], times: StepTimes, waited
 def on_clock(
     engine: Engine, trace: Sequence[Routing], eviction: EvictionSettings, times: StepTimes, by: Predictor | None
 ) -> float:
-    """Return the seconds per token of a replay, after the steps that fill the cache. They include the eviction policy's
-    own Python code. `by`: the predictor; None: no prefetch."""
+    """Return the seconds per token of a replay, averaged over the steps after the cache is filled. They include the
+    Python code of the eviction policy. `by`: the predictor; None: no prefetch."""
     timed, watched = _replayed(engine, trace, eviction, times, by)
     steps = timed.step_seconds[int(len(timed.step_seconds) * WARM_SHARE) :]
     return sum(steps) / len(steps) + watched.seconds / len(timed.step_seconds)
@@ -90,7 +90,7 @@ OBSERVED, ASKED = "layer heard", "question"
 
 
 class TimedEviction(Eviction):
-    """An eviction policy whose processor time is measured."""
+    """Wraps an eviction policy and measures its processor time."""
 
     def __init__(self, policy: Eviction) -> None:
         self.name = policy.name

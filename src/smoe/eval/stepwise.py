@@ -32,18 +32,18 @@ right. Its arguments are model, tokenizer and `Tick`."""
 
 
 class Numbers(NamedTuple):
-    """The precisions of a setting: of the experts' weights, of activations, and of missing experts."""
+    """The precisions of one setting: of the experts' weights, of activations, and of missing experts."""
 
     precision: str = "auto"
     """The precision of the experts' weights (`EngineConfig.precision`)."""
     activations: str = BF16
     """The precision of activations (`EngineConfig.activations`)."""
     low: str = ""
-    """A description of how missing experts are computed in lower precision; empty: not at all."""
+    """A description of the lower precision in which missing experts are computed; empty if they are not."""
 
     def __str__(self) -> str:
-        """Return what differs from the model's own precision, as in `int4`, `x int8`, `int4 x int8` or `+int4`; empty
-        if nothing does."""
+        """Return a short text of the precisions that differ from the model's own, such as `int4`, `x int8`, `int4 x
+        int8` or `+int4`; empty if none differs."""
         weights = "" if self.precision == EXACT.precision else self.precision
         shown = weights if self.activations == BF16 else f"{weights} x {self.activations}".lstrip()
         return shown + (f"+{self.low.split()[0]}" if self.low else "")
@@ -72,7 +72,7 @@ def numbers_of(config: EngineConfig) -> Numbers:
 
 @dataclass
 class Quality:
-    """The results of one setting."""
+    """The measured quality and time of one setting."""
 
     alpha: float
     tokens: int = 0
@@ -106,7 +106,7 @@ class Quality:
 
     @property
     def is_base(self) -> bool:
-        """Whether this is the exact model, with which all others are compared."""
+        """Whether this is the exact model, with which all other settings are compared."""
         return self.alpha == 0 and self.numbers == EXACT
 
     @property
@@ -119,7 +119,8 @@ class Quality:
 
 
 class ExactDistributions:
-    """The exact model's log probabilities [N, V] after every token, on disk, with which all others are compared."""
+    """The exact model's log probabilities [N, V] of the next token after every token, on disk. All other settings are
+    compared with them."""
 
     def __init__(self, path: Path, tokens: int, vocabulary: int, *, is_written: bool) -> None:
         mode: Any = "r+" if is_written else "w+"
@@ -144,10 +145,10 @@ def measure(
     exact: ExactDistributions,
     tick: Tick,
 ) -> Quality:
-    """Return the results of one threshold: process all documents (token ids) and ask all questions, starting with an
-    empty cache.
+    """Return the quality and time of one threshold: process all documents (token ids) and ask all questions, starting
+    with an empty cache.
 
-    If this is the exact model, its distributions are written to `exact`. All others are compared with those.
+    If this is the exact model, its distributions are written to `exact`. All other settings are compared with those.
     """
     engine: Engine = model.offload  # type: ignore[assignment]
     engine.use_alpha(alpha)

@@ -15,7 +15,7 @@ _ALLOWED = {"questions": "a .jsonl file with 'prompt' and 'answer' in every line
 
 def read_documents(path: Path | None, setting: str = "text") -> list[str]:
     """Return the documents of a text file (one) or of a `.jsonl` file (`text` or `prompt` of each line). `path`: None:
-    the demo's stories. Errors name the `setting` that has the file."""
+    the demo's stories. Errors name the `setting` that contains the file's path."""
     path = path or DEMO_FOLDER / "stories.jsonl"
     if path.suffix != ".jsonl":
         return [_read(path, setting)]

@@ -1,4 +1,5 @@
-"""Compares the times of predictors and eviction policies on a user's text: all are simulated, then the best are run.
+"""Compares the times of predictors and eviction policies on a user's text: all candidates are simulated, then the best
+ones are run.
 
     run the text once -> the routers' choices, every predictor's predictions, all times
                       -> every candidate on the virtual clock, with these times -> seconds per token
@@ -7,9 +8,9 @@
 The simulation executes the engine's own plans. It does not know how much a prefetch slows concurrent computing, so real
 time decides. `none` and the baselines are always among the finalists.
 
-The *baseline* is what is used without a tournament. It wins ties: another candidate replaces it only if it was faster
-by more than `LEAD` in every round. If two candidates are equally fast, one leads in three rounds by chance with a
-probability below one in eight.
+The *baseline* is the predictor or eviction policy that is used without a tournament. It wins ties: another candidate
+replaces it only if it was faster by more than `LEAD` in every round. If two candidates are equally fast, one leads in
+three rounds by chance with a probability below one in eight.
 
 Eviction policies compete first, without prefetch. The winner is then used for the predictors, in the simulation and in
 the finals, so that both winners have run together. If only predictors compete, the engine's own eviction policy is
@@ -53,14 +54,16 @@ from smoe.simulator.foresight import Recorded
 from smoe.simulator.virtual_clock import StepTimes
 
 LEAST_TOKENS = 96
-"""The smallest number of tokens: a third of them only fills the cache (`WARM_SHARE`)."""
+"""The smallest number of tokens of the text. A third of them only fills the cache (`WARM_SHARE`)."""
 TURN_WARM, TURN_TIMED = 16, 32
-"""The numbers of tokens in a run of a finalist, first without and then with measurement."""
+"""The numbers of tokens in one run of a finalist: first `TURN_WARM` that are not measured, then `TURN_TIMED` that
+are."""
 ROUNDS, MOST_ROUNDS = 3, 7
 """A candidate must lead in `ROUNDS` rounds to replace the baseline. There are more rounds, at most `MOST_ROUNDS`, if
 the fastest candidate has not won all of them."""
 FINALISTS = 3
-"""The number of finalists of each kind, the best of the simulation. `ALWAYS` and the baseline are always among them."""
+"""The number of finalists for each setting, the best ones of the simulation. `ALWAYS` and the baseline are always among
+them."""
 ALWAYS = {"prefetch": "none", "eviction": "auto"}
 LEAD = 0.02
 """A candidate wins a round if it is faster than the baseline by more than this fraction."""
@@ -70,13 +73,13 @@ Tick = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Entrant:
-    """A candidate, a predictor or an eviction policy, with its results."""
+    """A candidate of a tournament (a predictor or an eviction policy) with its results."""
 
     name: str
     simulated_seconds: float
     """The seconds per token on the virtual clock."""
     measured_seconds: tuple[float, ...] = ()
-    """The median seconds per token in each round; empty if it is not a finalist."""
+    """The median seconds per token in each round; empty if the candidate is not a finalist."""
     asking_seconds: float = 0.0
     """The seconds that one prediction takes."""
     recall: float | None = None
@@ -86,11 +89,11 @@ class Entrant:
 
     @property
     def seconds(self) -> float:
-        """The seconds per token, measured if possible, otherwise simulated."""
+        """The measured seconds per token, or the simulated ones if the candidate is not a finalist."""
         return median(self.measured_seconds) if self.measured_seconds else self.simulated_seconds
 
     def beats(self, baseline: Entrant) -> bool:
-        """Return whether this candidate won at least `ROUNDS` rounds more than it lost."""
+        """Return whether this candidate won at least `ROUNDS` more rounds against the baseline than it did not win."""
         return 2 * self.won(baseline) - len(self.measured_seconds) >= ROUNDS
 
     def won(self, baseline: Entrant) -> int:
@@ -109,12 +112,12 @@ class Tournament:
     kind: str
     """The name of the setting: `prefetch` or `eviction`."""
     baseline: str
-    """The candidate that the others must beat: `serves`, or none if that cannot take part."""
+    """The candidate that the other candidates must beat: `serves`, or `none` if `serves` cannot take part."""
     serves: str
     """The value of the setting that is used without a tournament."""
     entrants: tuple[Entrant, ...]
     refused: Mapping[str, Refused]
-    """The candidates that could not take part, with the reasons."""
+    """{name: reason} of the candidates that could not take part."""
 
     @property
     def winner(self) -> Entrant:
@@ -122,7 +125,7 @@ class Tournament:
 
     @property
     def stays(self) -> bool:
-        """Whether `serves` has won, so that nothing changes."""
+        """Whether the value `serves` has won, so that the setting does not change."""
         return self.winner.name == self.serves
 
     def as_json(self) -> dict[str, Any]:
@@ -135,21 +138,21 @@ class Tournament:
 
 
 class _RoutingCollector(StepObserver):
-    """An observer that stores every routing, and each predictor's predictions after the layer's experts are
-    computed."""
+    """An observer that stores every routing, and the predictions that each predictor makes after the layer's experts
+    are computed."""
 
     def __init__(self, predictors: Mapping[str, Predictor], now: Callable[[], float]) -> None:
-        """`now`: the engine's clock, by which the time of observing is measured."""
+        """`now`: the engine's clock, with which the time spent on observing is measured."""
         self.trace: list[Routing] = []
         self.predictions: dict[str, list[Sequence[Prediction]]] = {name: [] for name in predictors}
         self.asking: dict[str, list[float]] = {name: [] for name in predictors}
         self._predictors = predictors
         self._now = now
         self._planned_seconds = self._computed_seconds = 0.0
-        """The seconds of observing while the engine plans, and while it computes experts."""
+        """Two times in seconds that were spent on observing: while the engine plans, and while it computes experts."""
 
     def less_listening(self, counted: Counters) -> Counters:
-        """Return the counters without the time of observing."""
+        """Return the engine's counters without the time that was spent on observing."""
         return replace(
             counted,
             plan_seconds=counted.plan_seconds - self._planned_seconds,
@@ -185,7 +188,7 @@ def _on_host(answer: Prediction) -> Prediction:
 
 
 def predictors_of(model: PreTrainedModel, spec: LibrarySpec) -> tuple[dict[str, Predictor], dict[str, Refused]]:
-    """Return ({name: predictor} of those that can take part, {other name: the reason})."""
+    """Return ({name: predictor} of the predictors that can take part, {name: reason} of the others)."""
     engine: Engine = model.offload  # type: ignore[assignment]
     depth = engine.config.prefetch_depth or DEFAULT_PREFETCH_DEPTH
     place, found = Path(spec.config.name_or_path), dict[str, Predictor]()
@@ -212,7 +215,7 @@ def predictors_of(model: PreTrainedModel, spec: LibrarySpec) -> tuple[dict[str, 
 
 
 def serving_prefetch(model: PreTrainedModel, spec: LibrarySpec) -> str:
-    """Return the name of the predictor that `prefetch` auto stands for without a tournament."""
+    """Return the name of the predictor that is used for `prefetch` auto if there was no tournament."""
     engine: Engine = model.offload  # type: ignore[assignment]
     return predictor_name(spec, replace(engine.config, prefetch="auto"), model.device)
 
@@ -301,7 +304,8 @@ def _guess(
 
 
 def hits(trace: Sequence[Routing], predictions: Sequence[Sequence[Prediction]]) -> tuple[float, float]:
-    """Return (recall, precision) of the predictions for the next layer."""
+    """Return (recall, precision) of the predictions for the next layer: the fraction of its experts that were
+    predicted, and the fraction of predicted experts that were chosen."""
     chosen = guessed = right = 0
     for number, answers in enumerate(predictions[:-1]):
         after = trace[number + 1]
@@ -325,13 +329,13 @@ def _by_eviction(engine: Engine, settings: EvictionSettings) -> None:
 
 
 class _Turns(NamedTuple):
-    """What the finalists' runs need."""
+    """The arguments with which finalists are run."""
 
     model: PreTrainedModel
     ids: Sequence[int]
     tick: Tick
     set_up: Callable[[str], None]
-    """A function that makes the engine use a candidate, by its name."""
+    """A function that makes the engine use the candidate of a given name."""
 
 
 def _finish(
@@ -372,15 +376,16 @@ def finalists_of(ranked: Sequence[Entrant], always: Container[str]) -> list[Entr
 
 
 def is_decided(finalists: Sequence[Entrant], baseline: str) -> bool:
-    """Return whether the fastest candidate so far is the baseline or has won."""
+    """Return whether no more rounds are needed: the fastest candidate so far is the baseline, or it has won enough
+    rounds against the baseline."""
     fastest = min(finalists, key=lambda entrant: entrant.seconds)
     usual = next(entrant for entrant in finalists if entrant.name == baseline)
     return fastest is usual or fastest.beats(usual)
 
 
 def placed_of(finalists: Sequence[Entrant], baseline: str) -> list[Entrant]:
-    """Return the finalists in the order of their results. The winner is the fastest one that beats the baseline, or
-    else the baseline. The others follow by their times."""
+    """Return the finalists in the order of their results. The winner is the fastest candidate that beats the baseline.
+    If none does, the baseline is the winner. The others follow by their times."""
     fastest = sorted(finalists, key=lambda entrant: entrant.seconds)
     usual = next(entrant for entrant in fastest if entrant.name == baseline)
     winner = next((entrant for entrant in fastest if entrant.beats(usual)), usual)

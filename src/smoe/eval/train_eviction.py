@@ -1,8 +1,8 @@
 """Trains the estimate of the next use for `--eviction learned` on recorded traces.
 
-Both parts are fitted to D^n, where n is the number of tokens until an expert's next use (`policy/eviction/learned.py`).
-They are fitted at every token of the traces, not only at evictions, because the quality of an estimate does not depend
-on the cache.
+The estimate has two parts. Both are fitted to D^n, where n is the number of tokens until an expert's next use
+(`policy/eviction/learned.py`). They are fitted at every token of the traces, not only at evictions, because the quality
+of an estimate does not depend on the cache.
 
 The first part is a logistic regression by Newton's method. The second is a ridge regression from the choices of all
 layers to the first part's error, in units of its standard deviation. The `RANK` directions of its solution that explain
@@ -29,13 +29,13 @@ from smoe.routing import Phase, Routing
 RANK = 64
 """The largest R. On the embedded model, 32 has 0.5 % more misses, and 128 has no fewer."""
 PENALTY = 1000.0
-"""The penalty of the ridge regression, in tokens: what was seen in far fewer tokens has almost no effect."""
+"""The penalty of the ridge regression, in tokens: choices that occurred in far fewer tokens have almost no effect."""
 LEAST_TOKENS = 200
 """The smallest number of tokens of all traces together."""
 _UNSEEN = 20
-"""The last tokens of a trace are not used, because the next use of many experts is unknown there."""
+"""The number of last tokens of a trace that are not used, because the next use of many experts is unknown there."""
 _MOMENTS = 4
-"""In training, the second part is evaluated after this many layers of each token, evenly distributed."""
+"""The number of layers of each token, evenly distributed, after which the second part is evaluated in training."""
 _ROWS = 500_000
 """The approximate number of (token, expert) pairs to which the first part is fitted."""
 _NEWTON = 8
@@ -47,12 +47,13 @@ Tick = Callable[[int, int], None]
 
 
 class _History(NamedTuple):
-    """The uses of a trace, token by token."""
+    """Which experts each token of a trace used, and how soon each expert is used again."""
 
     uses: np.ndarray
     """[T, L, E] 1 if a token used an expert, else 0."""
     target: np.ndarray
-    """[T, L, E] D^n from each token on; 0 if an expert is never used again."""
+    """[T, L, E] D^n after each token, where n is the number of tokens until the expert's next use; 0 if it is never
+    used again."""
 
 
 class LayersShape(NamedTuple):
@@ -99,8 +100,8 @@ class _TokenProgress:
 
 
 def _history(trace: Sequence[Routing], shape: LayersShape) -> _History:
-    """Return the history of a trace. As in the policy, each token of a prompt is a step, and a decode step of a batch
-    is one step."""
+    """Return the uses of a trace, token by token. As in the eviction policy, each token of a prompt is a step, and a
+    decode step of a batch is one step."""
     row_of = {layer: row for row, layer in enumerate(shape.layers)}
     steps: list[list[list[int]]] = [[] for _ in shape.layers]
     for routing in trace:
@@ -122,7 +123,7 @@ def _history(trace: Sequence[Routing], shape: LayersShape) -> _History:
 
 
 def _features(history: _History, rate: float, progress: _TokenProgress) -> Iterator[np.ndarray]:
-    """Yield the inputs of the first part [L, E, F] after every token."""
+    """Yield [L, E, F], the inputs of the first part of the estimate, after every token."""
     fading = np.zeros((len(FADING), *history.uses.shape[1:]))
     uses = np.zeros(history.uses.shape[1:])
     for token, used in enumerate(history.uses):
@@ -134,7 +135,7 @@ def _features(history: _History, rate: float, progress: _TokenProgress) -> Itera
 
 
 def _first_part(histories: Sequence[_History], rate: float, stride: int, progress: _TokenProgress) -> np.ndarray:
-    """Return the weights [F] of the first part, fitted at every `stride`-th token."""
+    """Return [F], the weights of the first part of the estimate, fitted at every `stride`-th token."""
     rows, values = [], []
     for history in histories:
         last = len(history.uses) - _UNSEEN
@@ -152,7 +153,7 @@ def _first_part(histories: Sequence[_History], rate: float, stride: int, progres
 
 
 class _Second(NamedTuple):
-    """The parameters of the second part. Layers are numbered among those with experts."""
+    """The parameters of the second part of the estimate. Layers are numbered among the layers with experts."""
 
     source: np.ndarray
     """[L, E, R] the vector that each expert adds to the context when it is chosen."""
@@ -212,7 +213,8 @@ def _context_and_missing(
 
 
 def _by_number(second: _Second, shape: LayersShape, rate: float, weights: np.ndarray) -> NextUse:
-    """Return the parameters with layers by their number in the model. Layers without experts have zeros."""
+    """Return the parameters with arrays indexed by the layer's number in the model. Layers without experts have
+    zeros."""
     spread_out = []
     for part in second:
         rows = np.zeros((shape.layers[-1] + 1, *part.shape[1:]), dtype=np.float32)

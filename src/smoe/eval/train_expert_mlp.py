@@ -55,7 +55,7 @@ class Training:
 
 @dataclass
 class _TrainingState:
-    """The state from which an interrupted training continues."""
+    """The state with which an interrupted training continues: network, optimizer, best weights and losses."""
 
     network: dict[str, Any]
     optimizer: dict[str, Any]
@@ -75,8 +75,8 @@ def train_expert_mlp(
     give equal weights, bit by bit, with or without an interrupt.
 
     `checkpoint`: the file in which the state is stored after every epoch, until training ends. A file of other paths or
-    of another seed is ignored. `tick` is called with the number of epochs done. `most_epochs`: None: `MOST_EPOCHS`.
-    Raise `OSError` if `checkpoint` cannot be written.
+    of another seed is ignored. `tick` is called with the number of epochs done. `most_epochs`: the maximum number of
+    epochs; None: `MOST_EPOCHS`. Raise `OSError` if `checkpoint` cannot be written.
     """
     with threads(1), torch.random.fork_rng(devices=[]):
         return _Trainer(paths, seed).run(checkpoint, tick, most_epochs or MOST_EPOCHS)
@@ -160,7 +160,7 @@ class _Trainer:
         return loss / float(counts.sum())
 
     def _mark(self) -> str:
-        """Return a hash of the data, seed and parameters of this training."""
+        """Return a hash of the data, seed and parameters of this training, by which its checkpoint is recognised."""
         digest = hashlib.sha256(repr((self._seed, self._all.layers, _BATCH, _RATE, torch.__version__)).encode())
         digest.update(self._all.chosen.tobytes())
         return digest.hexdigest()
@@ -184,7 +184,7 @@ class _Trainer:
 
 
 def _is_over(losses: list[float], most_epochs: int) -> bool:
-    """Return whether training should end. `losses`: the losses on the held-out tenth."""
+    """Return whether training should end, from the losses on the held-out tenth after each epoch."""
     if len(losses) < min(LEAST_EPOCHS, most_epochs):
         return False
     since_best = len(losses) - 1 - losses.index(min(losses))

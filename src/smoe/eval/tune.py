@@ -1,8 +1,8 @@
 """Finds the threshold alpha for a time per token, measured on this machine on real text, and stores the times.
 
-Thresholds are run alternately in short rounds, so that a slow minute of the machine affects all of them. The variation
-between rounds is the noise of the measurement. If experts come from disk, times are converted to one read rate
-(`policy/tuning.py`).
+All thresholds are run one after the other in each of several short rounds, so that a slow minute of the machine affects
+all of them. The variation between rounds is the noise of the measurement. If experts come from disk, times are
+converted to one read rate (`policy/tuning.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _WARM_TOKENS = TURNS * TURN + 8
 (`policy/trial.py`)."""
 _TIMED_TOKENS = 24
 _TOLERANCE = 0.1
-"""A budget counts as met if a new measurement exceeds it by at most this fraction."""
+"""A time budget counts as met if a new measurement exceeds it by at most this fraction."""
 _FIRST_TOKENS = 3
 """The number of tokens after the start with an empty cache by which the disk is measured: nearly all of their experts
 are read."""
@@ -93,7 +93,7 @@ class Tuning:
 
     @property
     def is_flat(self) -> bool:
-        """Whether the effect of alpha cannot be distinguished from noise."""
+        """Whether the times of different alphas differ by no more than noise."""
         return is_flat(self.alphas, self.seconds)
 
     @property
@@ -102,19 +102,19 @@ class Tuning:
         return median(seconds for _, seconds in self.points)
 
     def as_first_read(self, bytes_per_second: float) -> Tuning:
-        """Return the tuning converted to the disk's present rate. `bytes_per_second`: the rate of a short measurement
-        now, which is compared with the first tokens of every round."""
+        """Return the tuning converted to the disk's present read rate. `bytes_per_second`: the rate in a short
+        measurement now, which is compared with the rate in the first tokens of every round."""
         then = middle_rate([timing.first_bytes_per_second for timings in self.rounds for timing in timings])
         if then is None or self.bytes_per_second is None:
             return self
         return replace(self, bytes_per_second=self.bytes_per_second * bytes_per_second / then)
 
     def alpha_for(self, seconds: float) -> float:
-        """Return the smallest alpha that meets the budget of `seconds` per token. Raise `ConfigError` if no measured
-        alpha does.
+        """Return the smallest alpha that meets the time budget of `seconds` per token. Raise `ConfigError` if no
+        measured alpha does.
 
-        If alpha has no effect, return the smallest measured alpha, because an alpha from a curve through noise would be
-        random.
+        If alpha has no effect on the time, return the smallest measured alpha, because an alpha computed from a curve
+        through noise would be random.
         """
         if self.is_flat:
             if self.flat_seconds > (1 + _TOLERANCE) * seconds:
@@ -162,14 +162,14 @@ class Tuning:
 
 @dataclass(frozen=True)
 class AlphaChoice:
-    """The alpha for a time per token, and the result of a new measurement with it."""
+    """The alpha chosen for a time per token, and the result of a new measurement with this alpha."""
 
     tpot_seconds: float
     alpha: float
     lowest_alpha: float
-    """The alpha for a budget that is longer by the noise."""
+    """The alpha for a time budget that is longer by the noise."""
     highest_alpha: float | None
-    """The alpha for a budget that is shorter by the noise; None if no alpha meets it."""
+    """The alpha for a time budget that is shorter by the noise; None if no alpha meets it."""
     is_within_noise: bool
     predicted_seconds: float
     measured_seconds: float
@@ -179,7 +179,7 @@ class AlphaChoice:
     rescaled_seconds: float
     """The measured seconds per token, converted to the read rate of the prediction."""
     is_met: bool
-    """Whether the converted time exceeds the budget by at most 10 %."""
+    """Whether the converted time exceeds the time budget by at most 10 %."""
 
 
 def measure_times(
@@ -202,8 +202,8 @@ def measure_times(
 
 
 def choose(model: PreTrainedModel, tuning: Tuning, seconds: float, ids: Sequence[int], tick: Tick) -> AlphaChoice:
-    """Return the smallest alpha that meets the budget of `seconds` per token, with a new measurement. Raise
-    `ConfigError` if none does."""
+    """Return the smallest alpha that meets the time budget of `seconds` per token, with a new measurement. Raise
+    `ConfigError` if no alpha meets it."""
     points, noise, alpha = tuning.points, tuning.noise_seconds, tuning.alpha_for(seconds)
     measured = _turn(model, alpha, ids, _ROUNDS, tick)
     rescaled = measured.at_rate(tuning.bytes_per_second)
@@ -222,10 +222,10 @@ def choose(model: PreTrainedModel, tuning: Tuning, seconds: float, ids: Sequence
 
 
 def look_at_reading(model: PreTrainedModel) -> float | None:
-    """Return the present read rate of experts in bytes per second, from a few tokens with an empty cache; None if none
-    are read.
+    """Return the present read rate of experts in bytes per second, from a few tokens that start with an empty cache;
+    None if no experts are read.
 
-    Tokens are processed, not only experts read, because the processor's other work can double the rate or halve it.
+    Whole tokens are processed, because the processor's other work can double or halve the read rate.
     """
     engine: Engine = model.offload  # type: ignore[assignment]
     engine.use_alpha(engine.config.alpha)
@@ -233,9 +233,10 @@ def look_at_reading(model: PreTrainedModel) -> float | None:
 
 
 def _turn(model: PreTrainedModel, alpha: float, ids: Sequence[int], number: int, tick: Tick) -> Timing:
-    """Return the times of a token. The cache is empty at first, and some tokens are processed before the measurement.
+    """Return the median times of a token in one run with this alpha. The run starts with an empty cache, and its first
+    tokens are not measured.
 
-    `number`: which part of the text is used; the first part if the text is too short.
+    `number`: the part of the text that is used; the first part if the text is too short.
     """
     engine: Engine = model.offload  # type: ignore[assignment]
     need = turn_tokens()
@@ -273,8 +274,8 @@ def _rate(tokens: Sequence[tuple[float, Counters]]) -> float | None:
 
 
 def _depends_on_disk(engine: Engine) -> bool:
-    """Return whether waiting for experts means waiting for the disk. It does not for a device's link, or if every
-    expert is resident."""
+    """Return whether waiting for experts means waiting for the disk. Experts come from elsewhere if the device has a
+    link, and there is no waiting if every expert is resident."""
     is_all_here = engine.ledger.cache_slots >= engine.ledger.demand.total_experts
     return engine.executor.device.type == "cpu" and not engine.pacing.is_emulated and not is_all_here
 
@@ -285,18 +286,19 @@ def steps_of(alphas: Sequence[float]) -> int:
 
 
 def turn_tokens() -> int:
-    """Return the number of tokens that are processed for one alpha in one round, and for the new measurement of a
-    choice."""
+    """Return the number of tokens of one run: for one alpha in one round, or for the new measurement of the chosen
+    alpha."""
     return _WARM_TOKENS + _TIMED_TOKENS
 
 
 def store(tuning: Tuning) -> Path:
-    """Store a tuning for `generate --tpot`. Return the file's path. Raise `OSError` if it cannot be written."""
+    """Store the measured times for `generate --tpot`. Return the file's path. Raise `OSError` if the file cannot be
+    written."""
     return keep(_path(tuning.circumstances), {"format": _FORMAT} | asdict(tuning))
 
 
 def recall(circumstances: dict[str, Any]) -> Tuning:
-    """Return the stored tuning with these circumstances. Raise `ConfigError` if there is none."""
+    """Return the stored times that were measured in these circumstances. Raise `ConfigError` if there are none."""
     path = _path(circumstances)
     try:
         stored = json.loads(path.read_text(encoding="utf8"))
@@ -315,7 +317,8 @@ def recall(circumstances: dict[str, Any]) -> Tuning:
 
 
 def circumstances_of(model: str, engine: Engine) -> dict[str, Any]:
-    """Return the circumstances on which the time of an alpha depends, as far as they are known."""
+    """Return the circumstances on which the time of an alpha depends, such as model, budget and machine, as far as they
+    are known."""
     config = engine.config
     return {
         "model": model,

@@ -29,7 +29,7 @@ Traces = Sequence[Sequence[Routing]]
 
 @dataclass(frozen=True)
 class CacheTuning:
-    """The fitted weights for one size of the cache, and the results."""
+    """The fitted weights of the multidimensional cache for one cache size, and the penalties of all policies."""
 
     cache: MixedCache
     resident_share: float
@@ -40,7 +40,7 @@ class CacheTuning:
     penalties: dict[str, float]
     """For each policy, its penalty on these traces: the cost of its misses in loads of full copies."""
     held_out: dict[str, float] | None
-    """The same penalties on the held-out traces; None if there are none."""
+    """{policy: penalty} on the held-out traces; None if there are none."""
 
     def as_json(self) -> dict[str, Any]:
         thresholds = self.cache.switches.thresholds
@@ -91,8 +91,8 @@ def tune_cache(
 
 
 def _cache_of(spec: ModelSpec, config: EngineConfig) -> tuple[MixedCache, float]:
-    """Return (the slots of an engine with this configuration, the fraction of experts that are resident). Slots of
-    several sizes are counted together."""
+    """Return (the cache sizes and settings of an engine with this configuration, the fraction of experts that are
+    resident). Slots of several sizes are counted together."""
     ledger = ledger_of_cache(spec, config)
     low_slots = sum(pool.cache for pool in ledger.pools) - ledger.cache_slots
     low_cost = spec.low.expert_bytes / spec.expert_bytes if spec.low is not None else 1.0

@@ -26,7 +26,7 @@ from smoe.trace.record import TraceHeader
 
 RIVALS = ("lru", "lfu", "score", "auto", "multidimensional", LEARNED, "belady")
 ALL = 1 << 62
-"""A number of passes that no trace exceeds, so that all are used."""
+"""A number of passes that no trace exceeds: it means that all passes are used."""
 COUNTED = 1000
 """The largest number of passes of a trace on which policies are compared."""
 
@@ -36,7 +36,7 @@ Tick = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class EvictionTuning:
-    """The trained estimate, and the misses for one size of the cache."""
+    """The trained estimate of the next use, and the misses of all policies for one cache size."""
 
     trained: TrainedNextUse
     slots: int
@@ -44,10 +44,10 @@ class EvictionTuning:
     uses: int
     """The number of expert uses in the counted decode steps of the training traces."""
     misses: dict[str, int]
-    """For each policy, its misses on these traces."""
+    """{policy: its misses in the counted decode steps of the training traces}."""
     held_out_uses: int
     held_out: dict[str, int] | None
-    """For each policy, its misses on the held-out traces; None if there are none."""
+    """{policy: its misses on the held-out traces}; None if there are none."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -116,7 +116,7 @@ def miss_counts(trace: Trace, slots: int, next_use: NextUse, passes: int) -> tup
 
 
 class _Counting:
-    """Counts the misses of several traces, and reports progress."""
+    """Counts the misses of each policy on several traces, and reports progress."""
 
     def __init__(self, slots: int, next_use: NextUse, passes: int, total: int, tick: Tick) -> None:
         self._slots, self._next_use, self._tick = slots, next_use, tick

@@ -2,8 +2,8 @@
 token.
 
 The rates are those of DuoServe's table 3. *exact*: how often all experts of the next layer were predicted, if as many
-are predicted as the layer chooses. *at least one*: how often any of them was predicted. Every layer but the first
-counts, for every token.
+are predicted as the layer chooses. *at least one*: how often any of them was predicted. The rates are averaged over all
+tokens and over every layer except the first.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class PredictorTuning:
 
     fitted: Fitted
     training: Training | None
-    """The course of the training; None for a predictor that is fitted by counting."""
+    """The losses of the training; None for a predictor that is fitted by counting."""
     rates: dict[str, dict[str, PredictionRates]]
-    """{trace: {predictor: rates}}."""
+    """{trace: {predictor: its rates on this trace}}."""
 
     def as_json(self) -> dict[str, Any]:
         losses = [] if self.training is None else self.training.losses
@@ -122,8 +122,8 @@ def tune_predictor(
 
 
 def paths_of(path: Path, layers: tuple[RoutedLayer, ...], tokens: int | None, setting: str) -> Paths:
-    """Return the paths of a trace's tokens, including those of prompts, without padding. `tokens`: only this many from
-    the start; None: all.
+    """Return the paths (the chosen experts, layer by layer) of a trace's tokens, including those of prompts, without
+    padding. `tokens`: only this many tokens from the start; None: all.
 
     Raise `ConfigError` if the trace, given as `setting`, has other layers, and `TraceError` if it is not a trace.
     """

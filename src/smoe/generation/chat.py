@@ -57,8 +57,8 @@ class Chat:
         return len(self._ids)
 
     def say(self, message: str, on_text: OnText | None = None) -> Generation:
-        """Generate the answer to `message`. The part of an interrupted answer that exists stays in the conversation. A
-        failed turn adds nothing."""
+        """Generate the answer to `message`. If the answer is interrupted, its beginning stays in the conversation. If
+        the turn fails, the conversation is unchanged."""
         text, ids = self._next_turn(message)
         sampling = replace(self._sampling, seed=self._sampling.seed + self._turns)
         generation = generate_batch(self._model, self._tokenizer, [ids], sampling, on_text, self._loop)
@@ -97,8 +97,8 @@ class Chat:
         return self._prompts.encode(written)
 
     def _without_end(self) -> list[int]:
-        """Return the tokens so far. An end token of the last answer is left out, because the template writes its
-        own."""
+        """Return the tokens of the conversation so far. An end token of the last answer is left out, because the
+        template writes its own."""
         ends = end_tokens(self._model, self._tokenizer)
         return self._ids[:-1] if self._ids[-1] in ends else list(self._ids)
 

@@ -68,7 +68,7 @@ def _choice(sampling: Sampling) -> dict[str, Any]:
 
 
 _USUAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "repetition_penalty": 1.0}
-"""The default values of transformers."""
+"""{setting: its default value in transformers}."""
 _RARE = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size")
 
 

@@ -13,7 +13,8 @@ from typing import Any
 _INCOMPLETE = "\ufffd"
 """The character that the decoder returns for an incomplete character."""
 _CONTEXT_TOKENS = 6
-"""The number of prompt tokens at the start of the window, so that the first new token is decoded as a continuation."""
+"""The number of prompt tokens at the start of the window of decoded tokens. With them, the first new token is decoded
+as a continuation."""
 
 OnText = Callable[[int, str], None]
 """A function of (row, new text), called on the generating thread."""

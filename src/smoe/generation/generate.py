@@ -44,11 +44,11 @@ class Generation:
     answers: list[Answer]
     started: float
     token_times: list[float]
-    """The clock in seconds at the end of each step. The first entry is the end of the prefill."""
+    """The clock in seconds at the end of each step. The first element is the end of the prefill."""
     ended: float
     counters: Counters
     decode_counters: Counters
-    """The counters since the first token."""
+    """The counters of all steps after the first token."""
     was_interrupted: bool
     notes: list[str]
     """Messages for the user about limits that had to be lowered."""
@@ -94,7 +94,8 @@ class Generation:
 
     @property
     def waited_share(self) -> float | None:
-        """The fraction of the time in which other threads occupied the cores; None if it is unknown."""
+        """The fraction of the time in which this thread was ready to run but other threads occupied the cores; None if
+        it is unknown."""
         whole = self.ended - self.started
         return None if self.waited_seconds is None or whole <= 0 else min(1.0, self.waited_seconds / whole)
 
@@ -212,7 +213,7 @@ def _check_tokens(model: PreTrainedModel, tokenizer: Any, prompts: Sequence[Sequ
 
 
 def _room(engine: Engine, prompts: Sequence[Sequence[int]], wanted: int) -> list[str]:
-    """Return messages for the user if the context has room for fewer than `wanted` new tokens. Raise `ConfigError` for
+    """Return messages for the user if the context has room for fewer new tokens than `wanted`. Raise `ConfigError` for
     too many prompts, and `ContextError` for a prompt that is too long."""
     rows, tokens = len(prompts), max(map(len, prompts))
     config = engine.config
@@ -241,7 +242,7 @@ def _room(engine: Engine, prompts: Sequence[Sequence[int]], wanted: int) -> list
 
 
 class _Collector:
-    """Receives the events of the loop, and collects the answers and the time of every step."""
+    """Receives the events of the decode loop, and collects the answers and the time of every step."""
 
     def __init__(
         self, engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, on_text: OnText | None

@@ -79,8 +79,8 @@ class DecodeLoop:
             self._changed.notify_all()
 
     def check(self, request: Request) -> None:
-        """Raise an error if this request could never be accepted: those of `hand_in`, except for a full queue or a
-        closed loop."""
+        """Raise the error that `hand_in` would raise for this request at any time. A full queue or a closed loop is not
+        an error here."""
         if not request.ids:
             raise ConfigError("the prompt has no tokens; give some text", setting="prompt", given="", allowed="text")
         room = self._engine.context_tokens
@@ -109,7 +109,7 @@ class DecodeLoop:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Refuse further requests. `run` returns when the existing ones have ended."""
+        """Refuse further requests. `run` returns when the accepted requests have ended."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -143,7 +143,8 @@ class DecodeLoop:
                     self.busy_seconds += self._engine.now() - began
 
     def give_up(self) -> None:
-        """End all requests at once, also after an interrupt of `run`. Events that were reported before stay valid."""
+        """Cancel all requests and end them at once. It may also be called after an interrupt of `run`. Events that were
+        reported before stay valid."""
         self.cancel_all()
         self._drop_cancelled()
 
@@ -207,8 +208,9 @@ class DecodeLoop:
             self._seconds_of = {"reading": 0.0, "decoding": 0.0}
 
     def _fits(self, request: Request) -> bool:
-        """Return whether a prompt can be processed in one pass with those that were admitted before. No prompt may have
-        a known beginning, and all together must be at most as large as one piece."""
+        """Return whether a prompt can be processed in one pass with the prompts that were admitted before. The
+        beginning of no prompt may be in the KV cache already, and all prompts together must be at most as large as one
+        piece of a long prompt."""
         prompts = [*(text.request.ids for text in self._reading), request.ids]
         is_new = not self._reading[0].request.reused_tokens and not self._usable_rows().known(request.ids)
         is_own = all(2 * common_beginning(ids, request.ids) < len(request.ids) for ids in prompts[:-1])
@@ -228,7 +230,8 @@ class DecodeLoop:
         self._reading.append(text)
 
     def _usable_rows(self) -> Rows:
-        """Return the rows. Make new ones if another KV cache has taken their memory and there is no text in them."""
+        """Return the rows of the KV cache. If another KV cache has taken their memory and no text is in them, make new
+        rows."""
         if self._rows is None or (self._rows.is_lost and not self._texts()):
             self._rows = Rows(self._model, self._engine)
         return self._rows
@@ -272,7 +275,7 @@ class DecodeLoop:
         self._take_all(texts, found)
 
     def _move(self, text: _Text, to: int) -> None:
-        """Move a text in prefill to the row `to`."""
+        """Move a text in prefill to row `to` of the KV cache, by exchanging the contents of two rows."""
         self._usable_rows().exchange(text.row, to)
         for other in self._reading:
             if other is not text and other.row == to:
@@ -280,7 +283,7 @@ class DecodeLoop:
         text.row = to
 
     def _join(self, text: _Text) -> None:
-        """Decode this text together with the others from now on."""
+        """Move a text whose prefill is complete to the texts in decode."""
         self._move(text, len(self._decoding))
         self._decoding.append(text)
 
@@ -316,7 +319,7 @@ class DecodeLoop:
                 self._take(text, outcome)
 
     def _take(self, text: _Text, logits: torch.Tensor) -> None:
-        """Choose a token from logits [V], report it, and end the text if this was its last token."""
+        """Choose the next token of a text from logits [V], and report it. End the text if this was its last token."""
         request = text.request
         try:
             token, logprob, top = text.sampler.choose(logits)

@@ -30,7 +30,7 @@ class Likely(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The event that a token was generated."""
+    """The event that one token of a text was generated."""
 
     token: int
     text: str
@@ -59,7 +59,7 @@ class End(NamedTuple):
 
     reason: EndReason
     text: str
-    """The text that has not been shown before."""
+    """The rest of the text, which no earlier event contains."""
     error: Exception | None = None
     """The error, if the reason is `FAILED`."""
 
@@ -91,10 +91,10 @@ class Request:
     asked: float = 0.0
     """The time at which the request was queued, in seconds of the engine's clock."""
     begun: float = 0.0
-    """The time at which its prefill began."""
+    """The time at which the request's prefill began, in seconds of the engine's clock."""
     first: float = 0.0
-    """The time of its first token."""
+    """The time of the request's first token, in seconds of the engine's clock."""
     ended: float = 0.0
-    """The time of its end."""
+    """The time at which the request ended, in seconds of the engine's clock."""
     state: Any = None
-    """Private to the loop."""
+    """The text that the loop makes of this request. Only the loop may use it."""

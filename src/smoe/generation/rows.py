@@ -28,7 +28,8 @@ _log = logging.getLogger(__name__)
 
 
 class Rows:
-    """The rows of one KV cache: `max_sequences` rows with `context_tokens` positions each."""
+    """The rows of one KV cache: `max_sequences` rows with `context_tokens` positions each. Each row holds the keys and
+    values of one text."""
 
     def __init__(self, model: PreTrainedModel, engine: Engine) -> None:
         self._model = model
@@ -39,8 +40,8 @@ class Rows:
             self._alone, self._texts = [], TextRows(engine.new_cache(count), model.config.get_text_config())
         self._held = [RowText() for _ in range(count)]
         self._whole = [0] * count
-        """The length of the prompt for which each row was taken, on which the rotary factors of all its pieces
-        depend."""
+        """For each row, the length of the prompt for which the row was taken. The rotary factors of all pieces of the
+        prompt depend on this length."""
         self._rotary, self._piece = engine.rotary, engine.config.prefill_tokens
         self._is_taken = [False] * count
         self._used = [0] * count
@@ -52,7 +53,7 @@ class Rows:
 
     @property
     def is_lost(self) -> bool:
-        """Whether another KV cache has taken the memory of this one."""
+        """Whether another KV cache has taken the memory of these rows."""
         caches = self._alone if self._texts is None else [self._texts.whole]
         return any(cache.is_retired for cache in caches)
 
@@ -62,12 +63,12 @@ class Rows:
         return not all(self._is_taken)
 
     def known(self, ids: Sequence[int]) -> int:
-        """Return how many first tokens of this prompt are in a row already."""
+        """Return how many first tokens of this prompt are in a row of the KV cache already."""
         return max(self._common(ids))
 
     def take(self, ids: Sequence[int]) -> tuple[int, int]:
-        """Return (a free row for this prompt, the number of its first tokens that the row contains). The last token is
-        never counted, since its logits are needed.
+        """Return (a free row for this prompt, the number of its first tokens that the row contains). The last token of
+        the prompt is never counted, since its logits must be computed.
 
         If the prompt continues the text of a free row, it gets this row. If only the beginning is the same, as in
         another conversation with the same template, the beginning is copied to an empty row, or to the least recently
@@ -93,8 +94,8 @@ class Rows:
         return row, common[row]
 
     def _common(self, ids: Sequence[int]) -> list[int]:
-        """Return, for each row, how many first tokens this prompt can reuse, without its last token. Rows with other
-        rotary factors count 0."""
+        """Return, for each row, how many first tokens this prompt can reuse. The prompt's last token is not counted.
+        Rows with other rotary factors count 0."""
         factors = self._rotary.rule.factors(len(ids))
         common = [min(held.in_common(ids, factors), len(ids) - 1) for held in self._held]
         if self._texts is None:  # a recurrent state can only be continued at its end
@@ -186,7 +187,7 @@ class Rows:
         return self._rotary.is_switch(len(self._held[row].ids))
 
     def _found_out(self, tokens: Sequence[int]) -> Sequence[torch.Tensor]:
-        """Test whether texts can share a pass: compute the first step of several rows both alone and together. A
+        """Test whether texts can share a pass, by computing the first step of several rows both alone and together. A
         position may be written twice."""
         lengths = [len(self._held[row].ids) for row in range(len(tokens))]
         alone = []

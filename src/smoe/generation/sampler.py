@@ -69,7 +69,8 @@ class Sampler:
         return token, float(plain[token]), top
 
     def _processed(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Apply the library's processors; that of repetition gets the last tokens only, if a window is set."""
+        """Return the logits after the logits processors of transformers. If a window is set, the processor that
+        penalises repetition gets the last tokens only."""
         if self._window is None:
             processed: torch.Tensor = self._processors(ids, scores)
             return processed

@@ -1,11 +1,14 @@
-"""Measures the memory of the whole process in three parts: interpreter and libraries, the budget, and what libraries
-use while they compute.
+"""Measures the memory of the whole process as the sum of three parts. The first is the Python interpreter and its
+libraries. The second is the memory budget, in which the model runs. The third is memory that the libraries need in
+addition while they compute.
 
-The budget is exact. The other parts are measured. The first is anonymous memory before the first model is loaded, and
-pages of program files, of which libraries load more when they compute. The last is what remains, compiled kernels and
-scratch memory, which `smoe/__init__.py` limits (docs/log/memory.md). Only Linux distinguishes pages of files. On other
-systems everything before the first model counts as interpreter and libraries, and code that is loaded later is part of
-what remains.
+The budget is exact, and the other two parts are measured. The interpreter and its libraries are the anonymous memory
+before the first model is loaded, and all pages of program files. Libraries load more such pages when they compute. The
+third part is the rest of the process's memory: compiled kernels and scratch memory. `smoe/__init__.py` limits it
+(docs/log/memory.md).
+
+Only Linux distinguishes pages of files from other memory. On other systems, all memory before the first model counts as
+the first part. Code that is loaded later counts as the third part.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ LIBRARY_CODE_BYTES = 128 * 2**20
 """The most bytes of program pages that loading a model and computing add: 79 MiB with torch 2.13 (CPU), and 110 MiB in
 a new environment, where the system maps larger ranges."""
 OWN_KERNELS_CODE_BYTES = 40 * 2**20
-"""As `LIBRARY_CODE_BYTES`, if our kernels compute all large products; 27 MiB were measured."""
+"""The bound in place of `LIBRARY_CODE_BYTES` if smoe's own kernels compute all large products; 27 MiB were measured."""
 LIBRARY_SCRATCH_BYTES = 64 * 2**20
 """The most bytes of the library's cached kernels, scratch memory and free heap; 33 to 53 MiB were measured."""
 

@@ -19,9 +19,9 @@ from smoe.units import format_bytes
 
 
 def of_one_machine(config: EngineConfig) -> tuple[EngineConfig, dict[str, str]]:
-    """Return the coordinator's settings without those of a cluster, and the precision of each schedule's draft model.
+    """Return the coordinator's settings without those of a cluster, and {schedule: precision of its draft model}.
 
-    Raises `ConfigError` for settings that a plan does not support.
+    Raises `ConfigError` for settings that `smoe cluster plan` does not support.
     """
     if config.cluster is not None:
         raise ConfigError(
@@ -45,8 +45,8 @@ def of_one_machine(config: EngineConfig) -> tuple[EngineConfig, dict[str, str]]:
 def with_drafts(
     model: str, survey: Survey, config: EngineConfig, drafts: Mapping[str, str], revision: str | None
 ) -> tuple[Ledger | None, list[str]]:
-    """Return the coordinator's budget with the draft model of the preset cluster (None if there is no room for it), and
-    a remark about the draft model of each schedule."""
+    """Return the coordinator's memory budget with the draft model of the preset `cluster` (None if there is no room for
+    that draft model), and a remark about the draft model of each schedule."""
     ledgers, remarks = dict[str, Ledger | None](), []
     for schedule, precision in drafts.items():
         what = f"{schedule} with a draft model in {precision} on the coordinator"
@@ -66,8 +66,8 @@ def with_drafts(
 
 
 def _beside(survey: Survey, config: EngineConfig, draft_bytes: int) -> Ledger:
-    """Return the coordinator's budget with a draft model: as requested, or as large as memory allows. Raises
-    `BudgetError`."""
+    """Return the coordinator's memory budget with room for a draft model. The budget has the requested size, or else is
+    as large as the free memory allows. Raises `BudgetError` if the draft model does not fit."""
     demand = replace(survey.ledger.demand, draft_bytes=draft_bytes)
     if config.memory_bytes is not None or survey.is_emulated:
         return allocate(survey.ledger.budget_bytes, demand)

@@ -4,7 +4,7 @@
     workers: measured, a profile's CPU, or as the coordinator --+--> `simulator/cluster_forecast.py`, 1 .. N workers,
     routing: a recorded run, or drawn --------------------------+    by each of `SCHEDULES`
 
-It simulates the decode steps of one sequence, without failures of workers or other work on the machines.
+The forecast simulates the decode steps of one sequence, without failures of workers or other work on the machines.
 """
 
 from __future__ import annotations
@@ -41,18 +41,19 @@ from smoe.simulator.synthetic import SAYS, TYPICAL, DrawnShape, synthesise
 from smoe.units import format_seconds
 
 WAY_SECONDS, MESSAGE_SECONDS, HANDING_SECONDS = 1.0e-3, 0.05e-3, 0.1e-3
-"""Times in seconds, measured on two cores (docs/log/cluster.md): the round trip of a message without its transfer,
-including the wake-up of threads; the coordinator's part of that; and the passing of an expert between the worker's
-threads."""
+"""Times in seconds, measured on two cores (docs/log/cluster.md). The first: the round trip of a message without the
+time of its bytes, including the wake-up of threads. The second: the coordinator's time within this round trip. The
+third: passing an expert between a worker's threads."""
 ENOUGH = 0.05
-"""The share of the best time below which a gain by more workers does not count."""
+"""There are enough workers if their time per token exceeds the best time by at most this fraction."""
 _BEFORE, _WARM_UP, _STEPS = 256, 4, 16
 """The numbers of decode steps: those that fill the slots, warm-up steps that do not count, and counted ones."""
 _DRAFT_RECALL, _GATE_RECALL = {"int8": 0.995, "int4": 0.979, "int3": 0.964, "int2": 0.944}, 0.78
 """The recall of predictions by a draft model that is aligned at every token (docs/papers/od-moe.md), and by the next
 gate."""
 _DRAFT_SHARE = 0.5
-"""A draft model's time for an expert, as a share of the model's: it has half the bytes."""
+"""A draft model's time for an expert, as a fraction of the model's own time, since the expert has about half the
+bytes."""
 
 SCHEDULES = {
     "finish": "every expert where it finishes first",
@@ -64,7 +65,8 @@ SCHEDULES = {
 
 @dataclass(frozen=True)
 class Network:
-    """The network between the machines: its rate, and the times of `WAY_SECONDS` and `MESSAGE_SECONDS`."""
+    """The network between the machines: its rate in bytes per second, and the times explained at `WAY_SECONDS` and
+    `MESSAGE_SECONDS`."""
 
     bytes_per_second: float
     way: float = WAY_SECONDS
@@ -80,7 +82,7 @@ class ClusterCase:
     """One of `SCHEDULES`."""
     seconds_per_token: float
     waits: TokenWaits
-    """The parts of `seconds_per_token`."""
+    """The times of which `seconds_per_token` consists."""
     loads_at_workers: float
     """The number of loads per token at workers."""
     loads_at_main: float
@@ -95,7 +97,7 @@ class ClusterCase:
 
     @property
     def waits_for(self) -> str:
-        """The part that takes most of a token's time."""
+        """A description of the field of `waits` that takes most of a token's time."""
         return WORDS[max(TokenWaits._fields, key=self.waits._asdict().__getitem__)]
 
     def as_json(self) -> dict[str, Any]:
@@ -119,20 +121,20 @@ WORDS = {
     "loads": "loads at workers",
     "own_loads": "coordinator's loads",
 }
-"""The name in words of each part of `TokenWaits`."""
+"""A description of each field of `TokenWaits`, for people."""
 
 
 @dataclass(frozen=True)
 class ClusterOutlook:
-    """The forecast for a cluster."""
+    """The forecasts of a cluster's speed, for several numbers of workers and several schedules."""
 
     model: str
     alone: Case
-    """The coordinator without workers."""
+    """The forecast for the coordinator without workers."""
     coordinator: MeasuredCoordinator
     with_draft: MeasuredCoordinator | None
-    """The coordinator with a draft model, which leaves room for fewer experts; None: there is no room for a draft
-    model."""
+    """The forecast for the coordinator with a draft model, which leaves room for fewer experts. None: there is no room
+    for a draft model."""
     workers: list[MeasuredWorker]
     network: Network
     cases: list[ClusterCase]
@@ -142,16 +144,16 @@ class ClusterOutlook:
 
     @property
     def schedules(self) -> list[str]:
-        """The schedules that the coordinator's memory allows."""
+        """The schedules (one of `SCHEDULES`) for which the coordinator has enough memory."""
         return list(dict.fromkeys(case.schedule for case in self.cases))
 
     def of(self, schedule: str) -> list[ClusterCase]:
-        """Return the cases of a schedule, in ascending order of the number of workers."""
+        """Return the forecasts for a schedule, in ascending order of the number of workers."""
         return [case for case in self.cases if case.schedule == schedule]
 
     def enough(self, schedule: str) -> int:
-        """Return the smallest number of workers whose time per token is within `ENOUGH` of the best; 0: the coordinator
-        alone is as fast."""
+        """Return the smallest number of workers whose time per token is within the fraction `ENOUGH` of the best time.
+        0: the coordinator alone is as fast."""
         took = [self.alone.run.seconds_per_token, *(case.seconds_per_token for case in self.of(schedule))]
         return next(workers for workers, seconds in enumerate(took) if seconds <= (1 + ENOUGH) * min(took))
 
@@ -173,13 +175,13 @@ class ClusterOutlook:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The cluster to forecast."""
+    """The description of the workers for which a forecast is wanted."""
 
     workers: int
     """The maximum number of workers."""
     measured: Sequence[MeasuredWorker] = ()
-    """The measured times of existing workers; further workers are simulated with their mean times. Empty: no worker was
-    measured."""
+    """The measured times of existing workers. Further workers are simulated with the mean of these times. Empty: no
+    worker was measured."""
     profile: DeviceProfile | None = None
     """The machine of workers that do not exist yet; None: the same machine as the coordinator's."""
     worker_bytes: int = 0
@@ -197,9 +199,10 @@ def cluster_outlook(
     revision: str | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> ClusterOutlook:
-    """Simulate all cases, which takes some seconds; `tick` is called after each. `config`: the coordinator's. `trace`:
-    a recorded run of the model; None: a drawn one. Raises `ConfigError` for an unknown rate, `BudgetError` where a
-    machine has too little memory, `TraceError` for a trace of another model."""
+    """Return the forecasts for all numbers of workers and schedules. The simulations take some seconds; `tick` is
+    called after each. `config`: the coordinator's settings. `trace`: a recorded run of the model; None: a synthetic
+    trace. Raises `ConfigError` for an unknown rate, `BudgetError` if a machine has too little memory, and `TraceError`
+    for a trace of another model."""
     config, drafts = of_one_machine(config)
     survey = survey_of(model, config, revision)
     if survey.subject is None:
@@ -266,8 +269,8 @@ def _workers(
     network: Network,
     row_bytes: int,
 ) -> Iterator[MeasuredWorker]:
-    """Yield the times and slots of as many workers as requested. A measured round trip includes the coordinator's part,
-    which is subtracted, because it is simulated separately.
+    """Yield the times and slots of as many workers as requested. A measured round trip includes the coordinator's own
+    time, which is subtracted, because it is simulated separately.
 
     Raises `BudgetError` for a worker with too little memory.
     """
@@ -311,7 +314,7 @@ def _on_its_cpu(machine: DeviceProfile, work: Work) -> tuple[float, float]:
 
 
 def _replayed(work: Work, trace: Sequence[Routing] | None) -> tuple[list[DecodedToken], list[ExpertKey]]:
-    """Return (the last tokens of a trace, all experts used before them).
+    """Return (the last tokens of a trace, which are simulated; the experts used before them, which fill the slots).
 
     Raises `TraceError` for a trace of another model.
     """

@@ -17,8 +17,8 @@ from smoe.policy.registry import predictor_kind
 def refuse_early(model: str, config: EngineConfig) -> None:
     """Raise `BudgetError` if a local model does not fit its budget: the same error as loading would raise, but sooner.
 
-    It checks only families and settings that need no library; workers and low-precision copies are left to loading. If
-    the budget is sufficient, weight files are not read.
+    The check covers only model families and settings that need no library. Workers and low-precision copies are checked
+    when the model is loaded. If the budget is sufficient, weight files are not read.
     """
     device, place = planned_device(config), local_place(model)
     asks_for_more = config.cluster is not None or config.has_low or config.precision != "auto"

@@ -2,8 +2,9 @@
 
 Two kinds of routing bound a run's speed. *Uniform*: every expert is equally likely, so the hit ratio equals the share
 of resident experts; loads and computing do not overlap. *Typical*: experts repeat as in recorded texts
-(`TYPICAL_HITS`), and loads overlap with computing. A run is between the two, or is limited by something that is not
-modelled. For an emulated device the rates are those of the profile, with every expert in its host tier.
+(`TYPICAL_HITS`), and loads overlap with computing. The speed of a run is between the speeds with these two kinds of
+routing, or is limited by something that is not modelled. For an emulated device the rates are those of the profile,
+with every expert in its host tier.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ _ESTIMATE = (
 
 @dataclass(frozen=True)
 class Traffic:
-    """For one kind of routing: the bytes that it moves per token, and the shortest time that this takes."""
+    """The bytes that one kind of routing (uniform or typical) moves per token, and the shortest time in which they can
+    be moved."""
 
     step: StepBytes
     floor: Floor | None
@@ -75,18 +77,18 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Choice:
-    """One budget and its forecast."""
+    """A memory budget with its division, and the speeds forecast for it."""
 
     ledger: Ledger
     uniform: Traffic
     typical: Traffic
     layers_seconds: float
-    """Seconds of all layers of a token in addition to moving bytes."""
+    """The seconds of all layers of a token that are not spent on moving bytes."""
 
     @property
     def tokens_per_second(self) -> tuple[float, float] | None:
-        """(lowest, highest): uniform routing without overlap, and typical routing with perfect overlap; None without a
-        rate."""
+        """(lowest, highest) tokens per second. The lowest: uniform routing, and loads do not overlap with computing.
+        The highest: typical routing with perfect overlap. None if a rate of the machine is unknown."""
         low, high = self.uniform.floor, self.typical.floor
         if low is None or high is None:
             return None
@@ -98,12 +100,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The budget that this machine should give the model."""
+    """The memory budget that this machine should give the model."""
 
     choice: Choice
     free_bytes: int
     source: str
-    """The source of `free_bytes`."""
+    """A phrase that says where the number `free_bytes` comes from."""
 
 
 @dataclass(frozen=True)
@@ -116,22 +118,22 @@ class Forecast:
     reason: str
     chosen: Choice
     choices: list[Choice]
-    """The budgets in ascending order, including the chosen one."""
+    """The budgets in the table, in ascending order. The chosen budget is one of them."""
     rates: Rates
     is_emulated: bool
     """Whether rates are those of an emulated device's profile, with experts in its host tier."""
     recommendation: Recommendation | None
-    """None where the machine has too little memory for the model."""
+    """The recommended budget; None if the machine has too little memory for the model."""
     remarks: list[str]
     outside_budget: dict[str, int]
     """The maximum number of bytes of the process outside the budget, by name; empty where the budget is a GPU's
     memory."""
     outlook: Outlook | None
-    """The simulated forecast; None without a rate of loading experts."""
+    """The simulated forecast; None if the rate of loading experts is unknown."""
 
     @property
     def moved(self) -> str:
-        """The heading for the bytes of a token's missing experts."""
+        """The heading of the column with the bytes that a token loads for missing experts."""
         return moved_per_token(self.is_emulated)
 
     def as_json(self) -> dict[str, Any]:
@@ -183,13 +185,13 @@ class Forecast:
 
 
 class Survey(NamedTuple):
-    """A model in a budget on a machine, before any forecast."""
+    """A model, its memory budget and the rates of a machine, found before any forecast is made."""
 
     spec: ModelSpec
     ledger: Ledger
     reason: str
     outside: dict[str, int]
-    """Bytes of the process outside the budget, by name."""
+    """{name: bytes} of the process's memory outside the budget."""
     rates: Rates
     device: AnyDevice
     is_emulated: bool
@@ -197,7 +199,7 @@ class Survey(NamedTuple):
     """Whether sizes come from the configuration only, where the model's files would have exact ones."""
     remarks: list[str]
     subject: Subject | None
-    """The input of simulations; None without a rate of loading experts."""
+    """The model, settings and machine to simulate; None if the rate of loading experts is unknown."""
 
 
 def foretell(model: str, config: EngineConfig, revision: str | None = None) -> Case | None:
@@ -208,7 +210,8 @@ def foretell(model: str, config: EngineConfig, revision: str | None = None) -> C
 
 
 def forecast(model: str, config: EngineConfig, revision: str | None = None) -> Forecast:
-    """Read the config and, if present, the headers of the weights; divide the budget, and forecast the speed."""
+    """Return the forecast of `smoe plan` for a model. Only the config and, if present, the headers of the weights are
+    read."""
     survey = survey_of(model, config, revision)
     spec, ledger, device, is_emulated = survey.spec, survey.ledger, survey.device, survey.is_emulated
     choose = functools.partial(_choice, spec, rates=survey.rates, device=device, is_emulated=is_emulated)
@@ -232,8 +235,8 @@ def forecast(model: str, config: EngineConfig, revision: str | None = None) -> F
 
 
 def survey_of(model: str, config: EngineConfig, revision: str | None) -> Survey:
-    """Read the config, divide the budget, determine the machine's rates. Raises `ConfigError` for settings that cannot
-    be simulated."""
+    """Return the memory budget of a model, read from its config, and the machine's rates. Raises `ConfigError` for
+    settings that cannot be simulated."""
     device = device_for(config)
     if config.cluster is not None or config.placement is not None:
         preset = preset_of(config)
@@ -294,8 +297,8 @@ def _decided(
     device: AnyDevice,
     resident_share_with: Callable[[int], float],
 ) -> tuple[EngineConfig, int, list[str], tuple[str, ...]]:
-    """Return (the configuration of a run, the bytes of what was learned for it, the reasons for its settings, what is
-    missing)."""
+    """Return (the configuration of a run, the bytes of values learned for it, the reasons for settings that were
+    chosen, messages about values that are missing)."""
     if not checkpoint.has_weights():
         return config, expected_bytes(config, spec), [], ()
     try:
@@ -307,8 +310,8 @@ def _decided(
 
 
 def _alternatives(chosen: Ledger) -> list[Ledger]:
-    """Return the budgets of the table: the smallest possible one, budgets for some shares of the experts, and the one
-    that holds the whole model."""
+    """Return the other memory budgets of the table: the smallest possible one, budgets that hold the fractions
+    `_SHARES` of the experts, and the budget that holds the whole model."""
     demand = chosen.demand
     least, full = minimum_bytes(demand), full_bytes(demand)
     sizes = {least, full}
@@ -331,12 +334,13 @@ def _recommend(demand: Demand, device: AnyDevice, foretell: Callable[[Ledger], C
 
 
 def round_down(nbytes: int) -> int:
-    """Return the largest round size that is not above `nbytes`: whole units, or quarters below four units."""
+    """Return the largest round size that is not above `nbytes`. A round size is a multiple of a unit (GiB, MiB or
+    byte), or below four units a multiple of a quarter unit."""
     return nbytes // _step(nbytes) * _step(nbytes)
 
 
 def round_up(nbytes: int) -> int:
-    """Return the smallest round size that is not below `nbytes`."""
+    """Return the smallest round size (as in `round_down`) that is not below `nbytes`."""
     return -(-nbytes // _step(nbytes)) * _step(nbytes)
 
 
@@ -346,7 +350,7 @@ def _step(nbytes: int) -> int:
 
 
 def typical_hit_ratio(resident_share: float) -> float:
-    """Return the hit ratio of typical texts for a share of resident experts, interpolated in `TYPICAL_HITS`."""
+    """Return the hit ratio of typical texts if `share` of the experts is resident, interpolated in `TYPICAL_HITS`."""
     for (low, at_low), (high, at_high) in itertools.pairwise(TYPICAL_HITS):
         if resident_share <= high:
             return at_low + (at_high - at_low) * (resident_share - low) / (high - low)

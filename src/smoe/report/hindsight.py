@@ -31,24 +31,26 @@ from smoe.simulator.skewness import skew_of
 from smoe.simulator.synthetic import TYPICAL, DrawnShape
 
 _LONGEST_PROMPT = 512
-"""The longest prompt that is simulated; for a longer one the time is scaled by its length."""
+"""The number of tokens of the longest prompt that is simulated. The time of a longer prompt is the simulated time
+scaled by its length."""
 _LONGEST_LOOK = 64
-"""How many decode steps of a run's routing are compared with the forecast, at most."""
+"""The maximum number of decode steps in which a run's routing is compared with typical routing."""
 _CPU = torch.device("cpu")
 
 
 class Foretold(NamedTuple):
-    """The forecast that `smoe plan` would have made for a run, from what was known before it."""
+    """The forecast that `smoe plan` would have made for a run, from the measurements known before the run."""
 
     seconds_per_token: float
     ttft_seconds: float
     is_calibrated: bool
-    """Whether earlier runs of this model on this machine were used, not only the machine's rates."""
+    """Whether the forecast used measurements of earlier runs of this model on this machine, not only the machine's
+    rates."""
 
 
 def _is_forecast(model: PreTrainedModel, generation: Generation) -> bool:
-    """Return whether a run is forecast: not several sequences, a cluster, a draft model, another device than the CPU,
-    or too few steps."""
+    """Return whether a forecast can be made for a run. It cannot for several sequences, a cluster, a draft model, a
+    device other than the CPU, or too few steps."""
     engine: Engine = model.offload  # type: ignore[assignment]
     is_elsewhere = model.device.type != "cpu" or engine.pacing.is_emulated or engine.config.cluster is not None
     is_elsewhere = is_elsewhere or engine.config.prefetch == DRAFT  # which computes concurrently
@@ -56,11 +58,11 @@ def _is_forecast(model: PreTrainedModel, generation: Generation) -> bool:
 
 
 def look_back(model: PreTrainedModel, generation: Generation, place: Path, layers: PromptLayers) -> Foretold | None:
-    """Forecast a finished run, then store what it has measured for the next one.
+    """Return the forecast of a finished run. Then store the run's measurements for the next forecast.
 
-    `place`: the model's path; `layers` has observed the run. Takes a second or two, and one more to measure an unknown
-    disk. None for a run that is not forecast: several sequences, a cluster, a draft model, another device than the CPU,
-    or at most `LEAST_STEPS` decode steps after the first.
+    `place`: the model's path; `layers` has observed the run. This takes a second or two, and one more to measure an
+    unknown disk. Return None for a run that is not forecast: several sequences, a cluster, a draft model, a device
+    other than the CPU, or at most `LEAST_STEPS` decode steps after the first.
     """
     engine: Engine = model.offload  # type: ignore[assignment]
     if not _is_forecast(model, generation):
@@ -82,7 +84,7 @@ def look_back(model: PreTrainedModel, generation: Generation, place: Path, layer
 
 
 def _beside(generation: Generation, found: Foretold) -> LastRun | None:
-    """Return the comparison of a run with its forecast."""
+    """Return the comparison of a run with its forecast; None if the run has no measured times."""
     per_token, first_token = generation.later_seconds_per_token, generation.ttft_seconds
     if not per_token or not first_token:
         return None
@@ -90,14 +92,15 @@ def _beside(generation: Generation, found: Foretold) -> LastRun | None:
 
 
 def shown_by(engine: Engine, decode: Counters, prompt_tokens: int) -> Pace:
-    """Return the times and the skew of routing that the counters of one sequence's decode steps show; an empty result
-    for too few steps."""
+    """Return the times and the skew of routing (how unevenly experts are used), computed from the counters of one
+    sequence's decode steps. Return an empty `Pace` for too few steps."""
     pace = measured_pace(decode, len(engine.store.layers), engine.store.expert_bytes)
     return pace if pace == UNKNOWN else replace(pace, skew=_skew_shown(engine, decode, prompt_tokens))
 
 
 def _skew_shown(engine: Engine, decode: Counters, prompt_tokens: int) -> float | None:
-    """Return the skew of the routing; None where experts or residents did not depend on the routers alone."""
+    """Return how unevenly the routing uses experts. None if the chosen or resident experts did not depend on the
+    routers alone."""
     config, ledger, of_layers = engine.config, engine.ledger, engine.store.layers
     if config.alpha > 0 or config.has_low or config.prices_answers or eviction_kind(config.eviction).is_trained:
         return None
@@ -138,8 +141,8 @@ def _simulated(
 
 
 def _prompt_shown(generation: Generation, run: Simulated, pace: Pace, layers: PromptLayers) -> Pace:
-    """Return what the first pass of a process shows about the time of prompts, if its prompt is no longer than those
-    that are simulated."""
+    """Return the measured time of computing prompts, from the first pass of a process. Return an empty `Pace` if the
+    prompt is longer than simulated prompts."""
     measured, warm = generation.counters - generation.decode_counters, layers.warm_seconds
     tokens = generation.prompt_tokens - generation.reused_tokens
     if warm is None or measured.forward_passes != 1 or tokens > _LONGEST_PROMPT:

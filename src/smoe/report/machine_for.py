@@ -23,19 +23,20 @@ from smoe.policy.budget import Ledger
 from smoe.report.pace import UNKNOWN, Pace, pace_of
 
 READING_SECONDS = 1.0
-"""Seconds of reading the model's own experts, to measure the disk."""
+"""How many seconds experts of the model are read, to measure the disk."""
 _COPIED = 6
-"""How many times slower than a plain read of memory a copy from the page cache is, if each copy needs one system
+"""The factor by which a copy from the page cache is slower than a plain read of memory, if each copy needs one system
 call."""
 _COPY_SECONDS = 30e-6
-"""The constant seconds of such a system call, and of handing over the copy."""
+"""The seconds of one such system call that do not depend on its size, and of passing the copy to another thread."""
 
 
 def rates_for(
     device: AnyDevice, expert_bytes: int, profile: DeviceProfile | None, store: ExpertStore | None = None
 ) -> Rates:
-    """Return the rates of the profile, or those of `smoe doctor`, or quickly measured ones. For a disk with the model's
-    files (`store`, where they are read past the page cache) the rate of reading these."""
+    """Return the machine's rates: those of `profile`, or those stored by `smoe doctor`, or quickly measured ones.
+    `store`: the model's files, if they are read past the page cache; the disk rate is then measured by reading these
+    files."""
     if profile is not None:
         return emulated_rates(profile)
     if load_profile() is None and device.type == "cpu":
@@ -49,13 +50,14 @@ def rates_for(
 
 
 def reads_past_cache(config: EngineConfig, spec: ModelSpec, ledger: Ledger, device: AnyDevice) -> bool:
-    """Return whether loads read from the disk. They do not if RAM outside the budget holds the whole model: then loads
-    are copies from the page cache."""
+    """Return whether loads read from the disk. If RAM outside the budget holds the whole model, loads are copies from
+    the page cache instead."""
     return reads_directly(config, spec.experts_bytes, free_device_bytes(device)[0] - ledger.budget_bytes)
 
 
 def files_of(checkpoint: Described, spec: ModelSpec, device: AnyDevice) -> ExpertStore | None:
-    """Return where the experts are on this machine's disk; None if the files are missing, or must be packed first."""
+    """Return the experts' positions in the files on this machine; None if the files are missing, or must be packed
+    first."""
     if not checkpoint.has_weights():
         return None
     try:
@@ -67,7 +69,8 @@ def files_of(checkpoint: Described, spec: ModelSpec, device: AnyDevice) -> Exper
 def machine_for(
     rates: Rates, device: AnyDevice, profile: DeviceProfile | None, is_direct: bool, spec: ModelSpec
 ) -> DeviceProfile | None:
-    """Return the named profile, or this machine; None where the rate of loading experts is unknown."""
+    """Return the machine to simulate: the named profile, or this machine. None if the rate of loading experts is
+    unknown."""
     machine = this_machine(rates, device, spec.expert_bytes) if profile is None else profile
     if machine is None or profile is not None or device.type != "cpu":
         return machine
@@ -83,7 +86,8 @@ def machine_for(
 
 
 def pace_for(checkpoint: Described, device: AnyDevice, is_direct: bool, is_emulated: bool, precision: str) -> Pace:
-    """Return the times that earlier runs of the model have measured; unknown times for a GPU or an emulated device."""
+    """Return the times that earlier runs of the model have measured. They are unknown for a GPU or an emulated
+    device."""
     if device.type != "cpu" or is_emulated:
         return UNKNOWN
     return pace_of(checkpoint.place, precision, is_direct)

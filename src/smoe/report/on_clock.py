@@ -37,35 +37,37 @@ from smoe.simulator.synthetic import TYPICAL, DrawnShape, Habits, synthesise
 from smoe.simulator.virtual_clock import StepTimes, Timed, VirtualClock
 
 PROMPT_TOKENS = 128
-"""The length of the prompt for which the TTFT is stated: the papers' longer one."""
+"""The number of prompt tokens for which the time to the first token (TTFT) is stated: the longer prompt of the
+papers."""
 _WARM_UP, _STEPS = 16, 32
 """The numbers of simulated decode steps: warm-up steps that do not count, then counted ones."""
 COMPARED_STEPS = 16
-"""The number of counted steps for comparisons of budgets and presets: speeds differ from those of all steps by 1 % in
-the mean, and 7 % at most."""
+"""The number of counted decode steps in simulations that compare budgets and presets. Speeds from so few steps differ
+from those of all steps by 1 % in the mean, and 7 % at most."""
 _LOOK_STEPS = 8
-"""How many warm-up steps, the last ones, measure for which share of the time experts are read. Reads slow down other
-work."""
+"""The number of last warm-up steps in which the simulation measures how much of the time experts are read. Reads slow
+down concurrent computing."""
 MOST_LAYERS = 12
 _DECIDING_SECONDS = 1e-4
-"""Seconds of our Python code in each layer with a device, which waits for it (docs/log/forecasts.md). On a CPU
-`layer_seconds` includes it."""
+"""Seconds of smoe's Python code in each layer, during which a device waits (docs/log/forecasts.md). On a CPU
+`layer_seconds` includes them."""
 _PROMPT_EXPERT_SECONDS = 60e-6
-"""Additional seconds for an expert of a prompt on a CPU, which needs several of the library's products. A guess, not
-measured."""
+"""Additional seconds for an expert of a prompt on a CPU, because it takes several of the library's matrix products.
+This number is a guess, not measured."""
 _UNPACKING = 1.25
-"""How many times fewer bytes per second are computed of quantized experts than of bf16 ones, on a CPU."""
+"""The factor by which quantized experts are computed at fewer bytes per second than bf16 experts, on a CPU."""
 _IN_CHUNKS = 1.2
-"""By which factor a prefetch from a disk takes longer than a load in one piece (`memory/files.py`)."""
+"""The factor by which a prefetch from a disk, which is read in chunks, takes longer than a load in one piece
+(`memory/files.py`)."""
 _LEAST_READING = 0.05
-"""The share of time with reads above which reads slow down computing."""
+"""If experts are read during more than this fraction of the time, reads slow down computing."""
 _HOST_TIER_SHARE = 0.8
-"""The largest share of a machine's RAM for the host tier."""
+"""The largest fraction of a machine's RAM that the host tier takes."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """The sizes of a model's parts, from which its times on a machine are computed."""
+    """The sizes of a model's layers and experts, from which its times on a machine are computed."""
 
     layers: int
     """L, the layers with routed experts."""
@@ -76,15 +78,15 @@ class Work:
     expert_bytes: int
     """Bytes of an expert as stored."""
     plain_bytes: int
-    """Bytes of the expert with two bytes an element; also the number of operations for a token."""
+    """Bytes of an expert with two bytes for each weight. This is also the number of arithmetic operations of the expert
+    for a token."""
     low_bytes: int
     """Bytes of a low-precision copy; 0: there are none."""
     experts_bytes: int
     layer_bytes: float
     """Bytes of non-expert weights for each layer with experts."""
     decoder_layers: float
-    """How many decoder layers there are for each layer with experts: 1, or slightly more if some layers have no
-    experts."""
+    """The number of decoder layers for each layer with experts: 1, or slightly more if some layers have no experts."""
 
     @property
     def is_quantised(self) -> bool:
@@ -92,8 +94,8 @@ class Work:
 
 
 def work_of(spec: ModelSpec, dense_bytes: int) -> Work:
-    """Return the sizes of a model by its configuration; `dense_bytes`: bytes that a step reads in addition to the
-    experts. Where layers differ, the largest is used for all."""
+    """Return the sizes of a model, from its configuration. `dense_bytes`: bytes that a step reads in addition to the
+    experts. If layers differ, the largest size is used for all."""
     layers = len(spec.sites)
     elements = max(sum(_elements(part.shape) for part in site.parts) for site in spec.sites)
     return Work(
@@ -123,10 +125,11 @@ def times_for(
     faster_reads: float = 1.0,
     pace: Pace = UNKNOWN,
 ) -> StepTimes:
-    """Return the seconds of the parts of a step, from the machine's rates or, where known, from earlier runs (`pace`).
+    """Return the times of loads, experts, layers and planning, from the machine's rates or, if known, from earlier runs
+    (`pace`).
 
-    `host_bytes`: the size of the host tier (None: the usual share of the machine's RAM); other experts come from the
-    disk first. `faster_reads`: a factor for the machine's disk and link.
+    `host_bytes`: the size of the host tier (None: the usual fraction of the machine's RAM); other experts come from the
+    disk first. `faster_reads`: a factor for the rates of the machine's disk and link.
     """
     in_host = _share_in_host(machine, work, host_bytes)
     slower = _UNPACKING if work.is_quantised else 1.0
@@ -175,7 +178,7 @@ def times_for(
 
 
 def _share_in_host(machine: DeviceProfile, work: Work, host_bytes: int | None) -> float:
-    """Return the share of the experts that a load finds in the host tier; 1 where there is no such tier."""
+    """Return the fraction of the experts that a load finds in the host tier; 1 if the machine has no host tier."""
     if not machine.has_link:
         return 1.0
     if host_bytes is None and machine.host_memory_bytes is None:
@@ -186,17 +189,18 @@ def _share_in_host(machine: DeviceProfile, work: Work, host_bytes: int | None) -
 
 @dataclass(frozen=True)
 class Simulated:
-    """The result of a simulated run."""
+    """The speed and the times that the simulation of a run has given."""
 
     seconds_per_token: float
     ttft_seconds: float
     """Seconds to the first token of the scene's prompt, with an empty cache."""
     parts: dict[str, float]
-    """The parts of a token's seconds by name; they add up."""
+    """{activity: seconds} of a token; the sum is `seconds_per_token`."""
     prefill_parts: dict[str, float]
-    """The parts of a prompt's seconds by name; in reality they overlap."""
+    """{activity: seconds} of a prompt; in reality the activities overlap."""
     pieces: dict[str, float]
-    """Seconds of: a load, an expert (mean per token), a layer without its experts, and planning in a layer."""
+    """{operation: seconds} of a load, an expert (the mean for a token), a layer without its experts, and planning in a
+    layer."""
     hit_ratio: float
     prefetches: bool
 
@@ -206,7 +210,7 @@ class Simulated:
 
     @property
     def bound_by(self) -> str:
-        """The part that takes most of a token's time."""
+        """The activity in `parts` that takes most of a token's time."""
         return max(self.parts, key=self.parts.__getitem__)
 
     @property
@@ -216,7 +220,8 @@ class Simulated:
 
 @dataclass(frozen=True)
 class Scene:
-    """The input of a simulation except the habits: a model on a machine, in a budget, with settings."""
+    """The input of a simulation, except the statistics of the routing: a model, a machine, a memory budget and
+    settings."""
 
     work: Work
     machine: DeviceProfile
@@ -224,20 +229,20 @@ class Scene:
     config: EngineConfig
     """The settings, in which every `auto` is already replaced by a choice (`load/known.py`)."""
     predictor: str
-    """The predictor in decode (`load/predictor_name.py`)."""
+    """The name of the predictor used in decode (`load/predictor_name.py`)."""
     prices: PriceTable | None = None
-    """The quality costs, where misses are resolved within a budget."""
+    """The quality costs, if misses are resolved within a limit of quality or time."""
     faster_reads: float = 1.0
     pace: Pace = UNKNOWN
     """The times that earlier runs of this model have measured."""
     prompt_tokens: int = PROMPT_TOKENS
     most_steps: int | None = None
-    """The most counted decode steps; None: the usual number."""
+    """The maximum number of counted decode steps; None: the usual number."""
 
 
 def settled(scene: Scene) -> tuple[Scene, Simulated]:
-    """Return the scene and its simulation with typical routing. If prefetching costs time, and the engine would switch
-    it off, it is switched off here."""
+    """Return the scene and its simulation with typical routing. If prefetching makes the simulated run slower and the
+    engine may switch it off, it is switched off in the returned scene."""
     as_it_is = scene, simulate(scene, TYPICAL)
     if scene.predictor == "none" or scene.config.prefetch != "auto":
         return as_it_is
@@ -246,7 +251,7 @@ def settled(scene: Scene) -> tuple[Scene, Simulated]:
 
 
 def simulate(scene: Scene, habits: Habits) -> Simulated:
-    """Simulate a prompt and some decode steps."""
+    """Return the simulated times of a prompt and of some decode steps."""
     work, config = scene.work, scene.config
     times = times_for(scene.machine, work, config.host_memory_bytes, scene.faster_reads, scene.pace)
     layers = min(work.layers, MOST_LAYERS)
@@ -278,8 +283,9 @@ def simulate(scene: Scene, habits: Habits) -> Simulated:
 
 
 def prompt_seconds(scene: Scene, tokens: int) -> float:
-    """Return the seconds of a prompt that is so long that its tokens choose all experts, with an empty cache. The first
-    piece reads all experts, later pieces those without a slot, and reads overlap with computing."""
+    """Return the seconds of a prompt that is so long that its tokens choose all experts, with an empty cache. The
+    prompt is computed in pieces: the first piece reads all experts, later pieces those without a slot, and reads
+    overlap with computing."""
     work, config = scene.work, scene.config
     times = times_for(scene.machine, work, config.host_memory_bytes, scene.faster_reads, scene.pace)
     missing = max(0.0, work.experts - scene.ledger.cache_slots / work.layers)
@@ -293,8 +299,8 @@ def prompt_seconds(scene: Scene, tokens: int) -> float:
 
 
 def _served(scene: Scene, times: StepTimes, layers: int, drawn: Drawn, steps: int) -> tuple[Timed, Timed, StepTimes]:
-    """Return (the counts of all steps, the counts before the counted steps, the times of the counted steps). On a CPU,
-    reads slow down layers, as measured in the last warm-up steps."""
+    """Run the simulated steps. Return (the counts of all steps, the counts before the counted steps, the times of
+    operations in the counted steps). On a CPU, reads slow down layers, as measured in the last warm-up steps."""
     clock, trace = _clock(scene, times, layers, drawn), drawn.trace
     looked = layers * (1 + max(0, _WARM_UP - _LOOK_STEPS))
     begin = layers * (1 + _WARM_UP)
@@ -313,14 +319,14 @@ def _served(scene: Scene, times: StepTimes, layers: int, drawn: Drawn, steps: in
 
 
 def _reading(timed: Timed, before: Timed) -> float:
-    """Return the share of the time since `before` in which at least one read was running."""
+    """Return the fraction of the time since the snapshot `before` in which at least one read was running."""
     seconds = sum(timed.step_seconds[len(before.step_seconds) :])
     return (timed.link_seconds - before.link_seconds) / seconds
 
 
 def _in_a_crowd(times: StepTimes, reading: float) -> StepTimes:
-    """Return times in which decode steps are slowed by reads that run for this share of the time. Prompts, with few
-    large products, are slowed less."""
+    """Return the times with slower layers in decode steps, because reads run during the fraction `reading` of the time
+    and occupy the same cores. Prompts, with few large products, are not slowed."""
     if reading <= _LEAST_READING:
         return times
     slower = crowded(reading)
@@ -328,7 +334,7 @@ def _in_a_crowd(times: StepTimes, reading: float) -> StepTimes:
 
 
 class Drawn(NamedTuple):
-    """The parameters of a synthetic trace. All budgets of a forecast use the same trace."""
+    """The parameters of a synthetic trace, which is drawn at random. All budgets of a forecast use the same trace."""
 
     shape: DrawnShape
     habits: Habits
@@ -338,7 +344,7 @@ class Drawn(NamedTuple):
         return _synthesised(self.shape, self.habits)
 
     def guesses(self, recall: float) -> dict[int, list[int]]:
-        """Return simulated predictions that name this share of the used experts (recall), by decode step."""
+        """Return {decode step: simulated predictions}, which contain the fraction `recall` of the used experts."""
         return _guessed(self.shape, self.habits, recall)
 
 
@@ -353,7 +359,8 @@ def _guessed(shape: DrawnShape, habits: Habits, recall: float) -> dict[int, list
 
 
 def _clock(scene: Scene, times: StepTimes, layers: int, drawn: Drawn) -> VirtualClock:
-    """Return a virtual clock that uses the engine's policies and has the simulated layers' share of the slots."""
+    """Return a virtual clock that uses the engine's policies. Its number of slots is the fraction of all slots that the
+    simulated layers have."""
     work, config, share = scene.work, scene.config, layers / scene.work.layers
     slots = max(work.top_k, round(share * scene.ledger.cache_slots))
     low_slots = max(work.top_k, round(share * scene.ledger.low_slots)) if scene.ledger.low_slots else 0
@@ -375,7 +382,7 @@ def _clock(scene: Scene, times: StepTimes, layers: int, drawn: Drawn) -> Virtual
 
 
 def _predictor(scene: Scene, drawn: Drawn) -> Predictor | None:
-    """Return a simulated predictor with the usual recall of the configured one."""
+    """Return a simulated predictor that has the typical recall of the configured predictor; None without prefetch."""
     name, config, trace = scene.predictor, scene.config, drawn.trace
     if name == "none":
         return None
@@ -393,8 +400,8 @@ def _predictor(scene: Scene, drawn: Drawn) -> Predictor | None:
 
 
 def _answering(config: EngineConfig, prices: PriceTable | None, layers: int, times: StepTimes) -> Answering | None:
-    """Return the rule by which misses are resolved, made as in `load/build.py`, with the quality costs of the
-    simulated layers."""
+    """Return the object that resolves misses, made as in `load/build.py`, with the quality costs of the simulated
+    layers. None if misses are not resolved by quality cost."""
     if prices is None:
         return None
     some = PriceTable({n: prices.layers[layer] for n, layer in enumerate(sorted(prices.layers)[:layers])})
@@ -407,7 +414,8 @@ def _answering(config: EngineConfig, prices: PriceTable | None, layers: int, tim
 
 
 def _parts(scene: Scene, times: StepTimes, seconds: float, computed: float) -> dict[str, float]:
-    """Divide the `seconds` of a token into named parts; the device computes `computed` experts of the token."""
+    """Divide the `seconds` of a token into activities. `computed`: the number of experts that the device computes for
+    the token."""
     work, machine = scene.work, scene.machine
     experts, others = computed * times.expert(1), work.layers * times.layer(1)
     constants = computed * machine.device_expert_seconds
@@ -431,7 +439,7 @@ def _prefill_parts(scene: Scene, times: StepTimes, drawn: Drawn, layers: int) ->
 
 @cache
 def _prompt(shape: DrawnShape, habits: Habits) -> list[Counter[int]]:
-    """Return, for each layer of the prompt, how many experts are chosen by how many of its tokens."""
+    """Return, for each layer, {number of prompt tokens: number of experts that so many tokens have chosen}."""
     prompt = _synthesised(shape, habits)[: shape.layers]
     assert all(routing.phase is Phase.PREFILL for routing in prompt), "a prompt comes first"
     return [Counter(Counter(chain.from_iterable(routing.top_k_index)).values()) for routing in prompt]

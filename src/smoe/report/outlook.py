@@ -1,8 +1,9 @@
 """Forecasts how a model would run on a machine, before anything is downloaded: `smoe plan`, by simulation
 (`on_clock.py`).
 
-It states a range for the given budget and settings, and one figure each for other budgets, a faster disk, other presets
-and precisions; the limiting part; the options to use; and a warning about unpleasant times.
+The forecast has a range of speeds for the given budget and settings, and one speed each for other budgets, a faster
+disk, other presets and precisions. It also names what limits the speed and the options to use, and warns of unpleasant
+times.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ LEAST_PLEASANT, MOST_PLEASANT = 2.0, 30.0
 """The thresholds of pleasant use: at least so many tokens per second, and at most so many seconds before an answer
 begins."""
 ALTERNATIVES = (("exact", "auto"), ("smoe", "auto"), ("hobbit", "auto"), ("exact", "int4"), ("smoe", "int4"))
-"""The presets and precisions with which a plan compares the given settings."""
+"""The presets and precisions with which `smoe plan` compares the given settings."""
 FASTER_READS = 2.0
 ANSWER_WORDS, LONG_PROMPT_TOKENS = 200, 2000
-"""The lengths of the answer and of the prompt whose times a plan states."""
+"""The number of words of an answer, and the number of tokens of a prompt, whose times `smoe plan` prints."""
 _TOKENS_A_WORD = 4 / 3
 """The mean number of tokens of an English word."""
 
@@ -62,7 +63,7 @@ class Case:
     """The files that must be made before a run, each with its command: packs, quality costs, learned parameters."""
     run: Simulated
     is_taught: bool
-    """Whether times of earlier runs were used: of this model in this precision on this machine."""
+    """Whether the forecast used times of earlier runs of this model in this precision on this machine."""
     first_pass_seconds: float | None = None
     """Additional seconds to the first token in the first pass of a process; None where no run has measured it."""
 
@@ -82,12 +83,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Outlook:
-    """The simulated forecast for a model on a machine: the given settings, and alternatives to them."""
+    """The simulated forecast for a model on a machine, with the given settings and with alternatives to them."""
 
     machine: DeviceProfile
     asked: Case
     slowest: Simulated
-    """The simulation with the least repetitive recorded routing (`fastest`: with the most repetitive routing)."""
+    """The simulation with the least repetitive routing of the recorded texts (`fastest`: with the most repetitive
+    one)."""
     fastest: Simulated
     with_faster_reads: Simulated
     long_prompt_seconds: float | None
@@ -97,13 +99,13 @@ class Outlook:
     curve: list[Case]
     """The forecasts for the given settings with other budgets, in ascending order."""
     recommended: Case | None
-    """The budget that this machine should give; None where the model does not fit."""
+    """The forecast for the budget that this machine should give the model; None if the model does not fit."""
     settings: dict[str, str]
-    """The options with which to run this case, by their names on the command line."""
+    """The options of the command line with which to run the case of the given budget."""
     warnings: list[str]
     spread: tuple[float, float]
-    """The bounds of the real speed as factors of the simulated speed. (1, 1): a run of the model has measured its
-    times, or the machine is a profile."""
+    """(lowest, highest) real speed as a factor of the simulated speed. (1, 1) if a run of the model has measured its
+    times, or if the machine is a profile."""
 
     @property
     def tokens_per_second(self) -> tuple[float, float]:
@@ -120,7 +122,7 @@ class Outlook:
 
     @property
     def answer_seconds(self) -> float:
-        """Seconds of an answer of `ANSWER_WORDS`, from its first word on."""
+        """Seconds from the first to the last word of an answer of `ANSWER_WORDS` words."""
         return ANSWER_WORDS * _TOKENS_A_WORD / self.asked.run.tokens_per_second
 
     def plainly(self) -> str:
@@ -132,7 +134,7 @@ class Outlook:
         return f"{answer}, reading a prompt of {LONG_PROMPT_TOKENS:,} tokens {prompt}."
 
     def as_json(self) -> dict[str, Any]:
-        """Return a part of the output of `smoe plan --json`."""
+        """Return the part of the output of `smoe plan --json` that contains this forecast."""
         run = self.asked.run
         return {
             **self.asked.as_json(),
@@ -161,7 +163,7 @@ class Outlook:
 
 @dataclass(frozen=True)
 class Subject:
-    """The input of a simulated forecast: a model with settings, on a machine."""
+    """A model with settings on a machine, for which forecasts are simulated."""
 
     model: str
     checkpoint: Described
@@ -175,11 +177,11 @@ class Subject:
     pace_of: Callable[[str], Pace]
     """A function that returns the times measured in earlier runs, for a precision."""
     unlearned: tuple[str, ...] = ()
-    """What the settings need that has not been learned for the model."""
+    """Messages about values that the settings need and that have not been learned for the model."""
 
     def case(self, ledger: Ledger, most_steps: int | None = None) -> tuple[Case, Scene]:
-        """Return the simulated case of these settings in a budget; `most_steps` limits the counted steps, as in
-        `Scene`."""
+        """Return the forecast for these settings with the memory budget `ledger`, and the scene that was simulated.
+        `most_steps` limits the counted steps, as in `Scene`."""
         known, missing = self._known(ledger)
         missing = [*self._packs(), *self.unlearned, *missing]
         work = work_of(self.spec, self.dense_bytes)
@@ -204,7 +206,7 @@ class Subject:
         return case, scene
 
     def _known(self, ledger: Ledger) -> tuple[ResolvedSettings, list[str]]:
-        """Return settings in which every `auto` is replaced by a choice, and lines about what is missing. Without
+        """Return the settings with a value in place of every `auto`, and messages about missing measurements. Without
         measured quality costs, misses are resolved exactly."""
         place, config = self.checkpoint.place, self.config
         if eviction_kind(
@@ -220,7 +222,8 @@ class Subject:
             return known_of(exact, place, ledger.resident_share), [first]
 
     def _packs(self) -> list[str]:
-        """Return lines about packed files that the settings need and that do not exist, each with its command."""
+        """Return a line for each packed file that the settings need and that does not exist, with the command that
+        writes it."""
         lacking = []
         for spec in (self.spec, self.spec.low):
             if spec is None or spec.precision == "auto":
@@ -244,11 +247,11 @@ def preset_of(config: EngineConfig) -> str:
 
 
 _SWITCHES = sorted({switch for switches in PRESETS.values() for switch in switches})
-"""The settings by which presets differ from each other."""
+"""The names of all settings that some preset sets."""
 
 
 def with_preset(config: EngineConfig, preset: str, precision: str) -> EngineConfig:
-    """Return the configuration with the settings of a preset, and a precision."""
+    """Return the configuration with the settings of a preset and with this precision of the experts."""
     usual = {switch: getattr(EngineConfig, switch) for switch in _SWITCHES}
     return replace(config, **usual | PRESETS[preset] | {"precision": precision})
 
@@ -256,13 +259,13 @@ def with_preset(config: EngineConfig, preset: str, precision: str) -> EngineConf
 def outlook_of(
     subject: Subject, ledger: Ledger, budgets: Sequence[Ledger], recommended: Ledger | None, is_here: bool
 ) -> Outlook:
-    """Simulate all cases, which takes some seconds. `budgets`: those to compare, including `ledger`; `is_here`: whether
-    the machine is this one, so that runs improve forecasts."""
+    """Return the forecast with all its alternatives, whose simulations take some seconds. `budgets`: the budgets to
+    compare, including `ledger`. `is_here`: whether the machine is this one, so that runs can improve the forecast."""
     asked, scene = subject.case(ledger)
     compared, known = replace(scene, most_steps=COMPARED_STEPS), {ledger.pools: asked}
 
     def case(budget: Ledger) -> Case:
-        """Return a budget's case; budgets that hold the same experts share a simulation."""
+        """Return the forecast for a memory budget. Budgets that hold the same experts share a simulation."""
         if budget.pools not in known:
             known[budget.pools] = subject.case(budget, COMPARED_STEPS)[0]
         return replace(known[budget.pools], budget_bytes=budget.budget_bytes, resident_share=budget.resident_share)
@@ -286,7 +289,8 @@ def outlook_of(
 
 
 def _others(subject: Subject, ledger: Ledger, asked: Case) -> Iterator[Case]:
-    """Yield the cases of other presets and precisions, if the model supports them and the budget holds them."""
+    """Yield the forecasts for other presets and precisions, if the model supports them and the memory budget holds
+    them."""
     for preset, precision in ALTERNATIVES:
         if (preset, precision) == (asked.preset, asked.precision):
             continue
@@ -300,7 +304,7 @@ def _others(subject: Subject, ledger: Ledger, asked: Case) -> Iterator[Case]:
 
 
 def _settings(subject: Subject, ledger: Ledger, asked: Case) -> dict[str, str]:
-    """Return the options of the command line with which to run a case; options with default values are left out."""
+    """Return the options of the command line with which to run a case. Options with default values are left out."""
     config = subject.config
     found = {"memory": size_to_type(ledger.budget_bytes)}
     if config.context_tokens is not None:

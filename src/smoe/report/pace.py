@@ -1,7 +1,7 @@
 """Stores the times that a model's runs have measured on this machine, for the next forecast (`on_clock.py`).
 
-A forecast knows only a machine's rates. A run measures the time of an expert, a layer and a load of this model, which
-does not depend on the budget, so later forecasts use it. `smoe generate` stores it in the user's cache.
+A forecast knows only a machine's rates. A run measures the times of an expert, a layer and a load of this model. They
+do not depend on the memory budget, so later forecasts use them. `smoe generate` stores them in the user's cache.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from smoe.user_cache import keep, of_model, read_stored
 
 _FORMAT = 2
 LEAST_STEPS = 16
-"""The least number of decode steps of a run whose times are stored."""
+"""The smallest number of decode steps of a run whose times are stored."""
 _LEAST_LOADS = 16
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds that runs of a model have measured in decode steps of one sequence, corrected for concurrent reads. None:
-    not measured."""
+    """The seconds of operations that runs of a model have measured in decode steps of one sequence, corrected for
+    concurrent reads. A field that is None was not measured."""
 
     layer: float | None = None
     """Seconds of a layer without its experts, including smoe's Python code."""
@@ -32,12 +32,14 @@ class Pace:
     load: float | None = None
     """Seconds of loading one expert, while all threads read."""
     skew: float | None = None
-    """The unevenness of the model's routing, as a multiple of typical routing's (`simulator/skewness.py`)."""
+    """How unevenly the model's routing uses experts, as a multiple of the unevenness of typical routing
+    (`simulator/skewness.py`)."""
     prompt: float | None = None
-    """The time of computing a prompt after the first pass, relative to the forecast; within `PROMPT_FACTORS`."""
+    """The measured time of computing a prompt, after the first pass, divided by the forecast time; within
+    `PROMPT_FACTORS`."""
     first_pass: float | None = None
-    """Additional seconds of a process's first pass, whatever the prompt: kernels are compiled, memory is touched. At
-    most `MOST_FIRST_PASS`."""
+    """Additional seconds that a process's first pass takes, whatever the prompt, because kernels are compiled and
+    memory is used for the first time. At most `MOST_FIRST_PASS`."""
 
     def after(self, other: Pace) -> Pace:
         """Return the geometric mean of these times and `other`, so that one disturbed run changes little."""
@@ -56,20 +58,23 @@ PROMPT_FACTORS = (1 / 8, 8.0)
 MOST_FIRST_PASS = 60.0
 """The upper bound, in seconds, of the extra time that a process's first pass takes."""
 _LEAST_FIRST_PASS = 1e-3
-"""The lower bound of the same; above 0, so that geometric means stay above 0."""
+"""The lower bound, in seconds, of the extra time that a process's first pass takes. It is above 0, so that geometric
+means stay above 0."""
 LEAST_PROMPT_TOKENS = 32
-"""The least length of a prompt from which a factor is learned: in a shorter one, calls take more time than
-arithmetic."""
+"""The smallest number of tokens of a prompt from which the factor `Pace.prompt` is measured. In a shorter prompt,
+function calls take more time than arithmetic."""
 
 
 def of_prompt(
     first_pass_seconds: float, warm_seconds: float, forecast_seconds: float, tokens: int, factor: float | None = None
 ) -> Pace:
-    """Return what the first pass of a process shows about the time of prompts.
+    """Return the times of prompts that can be computed from the first pass of a process: the factor `prompt` and the
+    extra seconds `first_pass`.
 
     The pass computed `tokens` tokens in `first_pass_seconds`. The same pass later in the process would have taken
-    `warm_seconds`, and by the machine's rates `forecast_seconds`. A prompt shorter than `LEAST_PROMPT_TOKENS` shows no
-    factor; for it the known `factor` is used, and the remaining time counts as extra time of a first pass.
+    `warm_seconds`, and by the machine's rates `forecast_seconds`. A prompt shorter than `LEAST_PROMPT_TOKENS` gives no
+    factor. Its forecast is multiplied by the known `factor`, and the remaining time counts as extra time of a first
+    pass.
     """
     low, high = PROMPT_FACTORS
     if tokens < LEAST_PROMPT_TOKENS:
@@ -83,10 +88,10 @@ def _first_pass(seconds: float) -> float:
 
 
 UNTAUGHT_SPEEDS = (0.3, 1.5)
-"""The bounds of the speed of a model that has not run on this machine, as shares of its forecast: 54 cases of large
+"""(lowest, highest) speed of a model that has not run on this machine, as a fraction of its forecast. 54 cases of large
 models were within 0.66 and 1.5, small models as low as 0.31 (docs/log/forecasts.md)."""
 _OFF = 2.0
-"""The factor between a run and its forecast from which on a plan mentions the difference."""
+"""The factor by which a run must differ from its forecast so that the next forecast mentions the difference."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ class LastRun:
     """The share of the run's time in which its threads waited for a core that other programs used; None: unknown."""
 
     def doubts(self) -> list[str]:
-        """Return warnings for the next forecast: the last forecast was wrong, or the machine was busy."""
+        """Return warnings for the next forecast, if the last forecast was wrong or the machine was busy."""
         found = []
         if _is_off(self.per_token) or _is_off(self.first_token):
             found.append(
@@ -121,19 +126,20 @@ def _is_off(ratio: float) -> bool:
 
 
 ALONE = 2.1
-"""How many times longer an expert takes on a CPU after waiting for it than together with others, for three models in
-bf16 and int4 on two cores (docs/log/forecasts.md): the helper thread sleeps, and the product is short."""
+"""The factor by which an expert takes longer on a CPU if it had to be waited for than if it is computed together with
+others. It was measured for three models in bf16 and int4 on two cores (docs/log/forecasts.md). The causes are that the
+helper thread sleeps, and that the product is short."""
 
 
 def crowded(reading: float) -> float:
-    """Return how many times longer a layer without experts takes on a CPU that reads experts for this share of the
-    time: the reading threads use the same cores and memory (docs/log/forecasts.md)."""
+    """Return the factor by which a layer without experts takes longer on a CPU that reads experts during the fraction
+    `reading` of the time. The reading threads use the same cores and memory (docs/log/forecasts.md)."""
     return 1 + 0.6 * min(1.0, reading)
 
 
 def measured_pace(decode: Counters, layers: int, expert_bytes: int) -> Pace:
-    """Return the times that counters of decode steps show, for a model's number of layers and bytes of an expert;
-    nothing for too few steps."""
+    """Return the times of operations computed from the counters of decode steps, given a model's number of layers and
+    the bytes of an expert. Return an empty `Pace` for too few steps."""
     passes, uses = decode.forward_passes, decode.decode_uses
     if passes < LEAST_STEPS or not uses:
         return UNKNOWN
@@ -148,8 +154,8 @@ def measured_pace(decode: Counters, layers: int, expert_bytes: int) -> Pace:
 
 
 def pace_of(folder: Path, precision: str, is_direct: bool) -> Pace:
-    """Return the stored times of the model in `folder` with experts in `precision`; `is_direct`: read past the page
-    cache."""
+    """Return the stored times of the model in `folder` with experts in `precision`. `is_direct`: whether experts are
+    read past the page cache."""
     try:
         stored = _stored(folder, precision, is_direct)["pace"]
         return Pace(**{field.name: stored[field.name] for field in fields(Pace)})
@@ -166,7 +172,8 @@ def last_run_of(folder: Path, precision: str, is_direct: bool) -> LastRun | None
 
 
 def remember(folder: Path, precision: str, is_direct: bool, pace: Pace, last: LastRun | None = None) -> Path:
-    """Store what a run has measured, combined with earlier runs. Return the file's path. Raises `OSError`."""
+    """Store the measurements of a run, combined with those of earlier runs. Return the file's path. Raises
+    `OSError`."""
     path = of_model("pace", folder)
     stored: dict[str, Any] = read_stored(path, _FORMAT) or {}
     now = pace_of(folder, precision, is_direct).after(pace)
@@ -180,5 +187,6 @@ def _stored(folder: Path, precision: str, is_direct: bool) -> dict[str, Any]:
 
 
 def _key(precision: str, is_direct: bool) -> str:
-    """Return the key under which times are stored: processor, precision, and kind of reads."""
+    """Return the key under which the times of a model are stored: processor, precision, and whether reads bypass the
+    page cache."""
     return f"{describe_machine()['processor']}, {precision}, {'direct' if is_direct else 'page cache'}"

@@ -30,6 +30,7 @@ class PromptLayers(StepObserver):
 
     @property
     def warm_seconds(self) -> float | None:
-        """The computing seconds of the pass if every layer took the median time; None for too few layers."""
+        """The seconds that the pass would have taken for computing if every layer took the median time. None for too
+        few layers."""
         layers = [after - before for before, after in zip(self._computed, self._computed[1:], strict=False)]
         return statistics.median(layers) * len(self._computed) if len(layers) >= _LEAST_LAYERS else None

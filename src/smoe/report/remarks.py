@@ -1,4 +1,4 @@
-"""The remarks that `smoe plan` prints below a forecast: where its figures come from, and why they may be wrong."""
+"""The remarks that `smoe plan` prints below a forecast: where its numbers come from, and why they may be wrong."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _BUSY = (
 
 
 def moved_per_token(is_emulated: bool) -> str:
-    """Return the heading of the column with the bytes that a token loads; an emulated device has no disk to read."""
+    """Return the heading of the column with the bytes that a token loads. It depends on whether they come from a disk,
+    since an emulated device has none."""
     return "loaded per token" if is_emulated else "read per token"
 
 

@@ -19,8 +19,8 @@ BALANCE = ("none", *BALANCERS)
 
 
 def times_on(profile: DeviceProfile, expert_bytes: int, deciding: float = 0.0) -> StepTimes:
-    """Return the profile's times for experts of the given size. Non-expert weights have 0 bytes here, but their kernel
-    launches take time."""
+    """Return the times of a profile's device for experts of the given size. Non-expert weights count as 0 bytes here,
+    but their kernel launches take time."""
     return StepTimes(
         load=profile.link_seconds(expert_bytes),
         expert=lambda rows: profile.expert_seconds(expert_bytes, rows),
@@ -42,8 +42,9 @@ def replayed_on(
     foresight: float | None = None,
     predictor: Predictor | None = None,
 ) -> dict[str, Any]:
-    """Return the seconds per decode step and their parts. `balance`: one of `BALANCE`; `foresight`: the recall, from 0
-    to 1, of a simulated predictor in place of `predictor`."""
+    """Return the replay of a recorded run on a profile's device, ready for JSON: the seconds per decode step, and the
+    numbers of loads and prefetches. `balance`: one of `BALANCE`; `foresight`: the recall, from 0 to 1, of a simulated
+    predictor in place of `predictor`."""
     if foresight is not None:
         predictor = Foresight(routings, foresight)
     timed = replay_on_clock(

@@ -43,8 +43,8 @@ DISK, LINK, DEVICE, HOST, WORKERS, EXPERTS, DENSE, AHEAD, PYTHON = (
 
 @dataclass(frozen=True)
 class RunReport:
-    """The figures of one generation. A figure is None if it could not be measured, for example without a second
-    token."""
+    """The measured figures of one generation. A figure is None if it could not be measured, for example without a
+    second token."""
 
     generation: Generation
     hit_ratio: float | None
@@ -55,7 +55,7 @@ class RunReport:
     floor: Floor | None
     rates: Rates
     time_shares: dict[str, float]
-    """The shares of the decode time by activity; they add up to 1."""
+    """{activity: fraction of the decode time}; the fractions add up to 1."""
     alpha: float
     """The substitution threshold; 0: no substitution."""
     lossy: tuple[str, ...]
@@ -64,26 +64,27 @@ class RunReport:
     """The kernels that multiplied few rows: torch, native (our kernels with torch's bits) or own-order (equal up to
     rounding)."""
     activations: str
-    """The type to which rows were rounded before quantized weights multiplied them: bf16 (unchanged) or int8."""
+    """The type to which activations were rounded before they were multiplied with quantized weights: bf16 (unchanged)
+    or int8."""
     bench: dict[str, Any] | None
-    """The emulated device: profile, dilation, and the share of the time by which this machine was late; None: a real
-    device."""
+    """The emulated device: its profile, its dilation (slowdown), and the fraction of the time by which this machine was
+    late. None: a real device."""
     routes: dict[str, float]
-    """The shares of the experts chosen in decoding that were low-score, replaced, or resolved by importance."""
+    """The fractions of the experts chosen in decoding that were low-score, replaced, or resolved by importance."""
     low_copies: dict[str, float]
     """The use of low-precision copies in decoding (`low_copy_shares`); empty where they are not used by importance or
     quality cost."""
     tpot_asked_seconds: float | None
-    """The time per token that was requested for resolving misses; None: none was requested."""
+    """The requested time per token, in seconds, within which misses are resolved; None: none was requested."""
     process: ProcessMemory | None
-    """The memory of the whole process by entry; None where the budget is a GPU's memory or the system does not report
-    it."""
+    """{entry: bytes} of the memory of the whole process. None if the budget is a GPU's memory, or if the system does
+    not report it."""
     forecast: Foretold | None = None
     """The comparison with the forecast of this run; None if there was no forecast."""
     workers: list[dict[str, Any]] | None = None
     """The work of each worker of a cluster; None without a cluster."""
     lost_workers: Sequence[dict[str, Any]] = ()
-    """Workers that were lost: name, why, at (Unix time)."""
+    """For each lost worker: its name, the reason `why`, and the time `at` (Unix time)."""
     all_fit: bool = False
     """Whether all experts fit into the coordinator's memory."""
     draft: dict[str, Any] | None = None
@@ -91,14 +92,14 @@ class RunReport:
 
     @property
     def floor_share(self) -> float | None:
-        """The floor (the hardware's limit) divided by the mean time of a step, at most 1."""
+        """The floor (the shortest time of a step on this hardware) divided by the mean time of a step, at most 1."""
         ratio = self._floor_ratio
         return min(1.0, ratio) if ratio is not None else None
 
     @property
     def beats_rates(self) -> bool:
-        """Whether the run was faster than the floor, so that the rates were measured too low (processor caches, other
-        programs)."""
+        """Whether the run was faster than the floor. The hardware's rates were then measured too low, because of
+        processor caches or other programs."""
         ratio = self._floor_ratio
         return ratio is not None and ratio > 1.0
 
@@ -109,7 +110,7 @@ class RunReport:
         return self.floor.overlapped_seconds / measured if self.floor is not None and measured > 0 else None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the output of `smoe generate --json` without circumstances."""
+        """Return the output of `smoe generate --json`, except the description of machine and versions."""
         generation, first = self.generation, self.generation.answers[0]
         return {
             "text": first.text,
@@ -161,7 +162,8 @@ class RunReport:
 
 
 def report_on(generation: Generation, model: PreTrainedModel, rates: Rates | None = None) -> RunReport:
-    """Return the report of a generation that has just ended; `rates`: the machine's, if already measured."""
+    """Return the report of a generation that has just ended. `rates`: the machine's rates, if they were already
+    measured."""
     engine: Engine = model.offload  # type: ignore[assignment]
     cluster = engine.executor.compute.others
     decode = generation.decode_counters
@@ -212,7 +214,7 @@ def _bench_of(generation: Generation, pacing: Pacing) -> dict[str, Any] | None:
 
 
 def route_shares(decode: Counters) -> dict[str, float]:
-    """Return how the experts that the routers chose were resolved, as shares; empty if the settings replace no
+    """Return {resolution: fraction} of the experts that the routers chose in decoding. Empty if the settings replace no
     experts."""
     if not decode.routes:
         return {}
@@ -231,10 +233,11 @@ def low_copy_bytes(engine: Engine) -> int:
 
 
 def low_copy_shares(config: EngineConfig, decode: Counters, low_bytes: int) -> dict[str, float]:
-    """Return the use of low-precision copies in decode steps; empty if neither importance nor quality cost decides.
+    """Return the use of low-precision copies in decode steps; empty if neither importance nor quality cost decides
+    about them.
 
-    The result has shares of expert uses (computed by such copies, dropped), and per step the bytes of such copies
-    loaded on demand and the number of upgrades.
+    The result has fractions of expert uses (computed by low-precision copies, dropped). Per step it has the bytes of
+    low-precision copies loaded on demand, and the number of upgrades.
     """
     uses, steps = decode.decode_uses + decode.skipped, decode.forward_passes
     by_importance = config.low_threshold < 1 or config.skip_threshold < 1
@@ -262,14 +265,14 @@ def dense_bytes(model: PreTrainedModel) -> int:
 
 
 def _stored(layer: nn.Module) -> torch.Tensor:
-    """Return a layer's weights in the form in which they are stored."""
+    """Return the weights of a module in the form in which they are in memory, quantized or not."""
     weights = layer.codes if isinstance(layer, QuantisedWeight) else layer.weight
     assert isinstance(weights, torch.Tensor)
     return weights
 
 
 def time_shares(generation: Generation, has_link: bool, has_workers: bool = False) -> dict[str, float]:
-    """Return the shares of the decode time. Time outside of forward passes is Python.
+    """Return {activity: fraction of the decode time}. Time outside of forward passes counts as Python.
 
     `has_link`: experts are loaded over a link to a device with its own memory; `has_workers`: a cluster's workers
     compute experts.
@@ -283,7 +286,8 @@ def time_shares(generation: Generation, has_link: bool, has_workers: bool = Fals
 
 
 def seconds_by_part(decode: Counters, whole: float, has_link: bool, has_workers: bool) -> dict[str, float]:
-    """Divide `whole` seconds of decode steps with these counters. Time outside of forward passes is Python."""
+    """Divide `whole` seconds of decode steps into activities, by these counters. Time outside of forward passes counts
+    as Python."""
     return {
         LINK if has_link else DISK: decode.wait_seconds,
         **({DEVICE: decode.device_wait_seconds} if decode.device_wait_seconds else {}),
@@ -296,8 +300,8 @@ def seconds_by_part(decode: Counters, whole: float, has_link: bool, has_workers:
 
 
 def _with_own_disk_rate(rates: Rates, generation: Generation) -> Rates:
-    """Return the rates with the disk rate of this run, if it read faster than measured before (page cache, other
-    programs)."""
+    """Return the rates with the disk rate that this run has measured, if it is higher than the rate measured before
+    (page cache, other programs)."""
     counters = generation.counters
     own = counters.bytes_read / counters.read_busy_seconds if counters.read_busy_seconds > 0 else None
     if own is None or (rates.disk is not None and rates.disk >= own):

@@ -52,9 +52,9 @@ from smoe.units import format_bytes
 
 DECODE_STEPS = 2
 PASSES = 2 + DECODE_STEPS
-"""The passes: a single token, the prompt, the steps after it."""
+"""The number of forward passes that are compared: a single token, the prompt, and the decode steps after it."""
 EXPERTS, LOW_COPIES, CACHE = "experts", "low copies", "KV cache"
-"""Names of parts that are not modules of the library, or not compared as such."""
+"""Names in comparisons for what is not a module of the library, or is not compared as a module."""
 QUANTISED, OWN_ORDER = "quantised weights", "own order"
 _COPIES = 3
 """The number of copies of one layer's experts in memory while they are read, stacked and converted."""
@@ -62,7 +62,8 @@ _COPIES = 3
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of one part of the model in one forward pass."""
+    """The comparison of one part of the model (such as attention or the experts of a layer) with the library, in one
+    forward pass."""
 
     layer: int | None
     """The decoder layer; None for a part that belongs to no layer."""
@@ -79,7 +80,7 @@ class Comparison:
     """Whether the library's result is finite; it is not for damaged weights."""
     largest_difference: float
     used: int | None = None
-    """The number of experts that this pass used; None for other parts."""
+    """For experts: the number of experts that this pass used; None for other parts of the model."""
     experts: int | None = None
 
     @property
@@ -89,13 +90,13 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Report:
-    """The comparisons, and the parts that could not be compared."""
+    """The comparisons of a model with the library, and the modules that could not be compared."""
 
     comparisons: list[Comparison]
     not_compared: list[str]
     """Paths of modules that were not compared: they were never called, or called in a way that cannot be repeated."""
     may_round: list[str]
-    """The reasons why parts may differ by rounding: `QUANTISED`, `OWN_ORDER` or both."""
+    """The reasons why results may differ by rounding: `QUANTISED`, `OWN_ORDER` or both."""
 
     @property
     def bad(self) -> list[Comparison]:
@@ -103,14 +104,14 @@ class Report:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every part is equal bit by bit."""
+        """Whether every compared part of the model is equal to the library's, bit by bit."""
         return not self.bad and all(comparison.is_equal for comparison in self.comparisons)
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The reference: the experts' places in the checkpoint itself (not in a packed file), and the library's modules,
-    still without weights."""
+    """What the model is compared with: the experts in the checkpoint itself (not in a packed file), and the library's
+    modules, which have no weights yet."""
 
     sites: dict[int, ExpertsSite]
     experts: dict[int, StoredLayer]
@@ -124,7 +125,7 @@ class Reference:
 
 
 def reference_of(model: str, config: EngineConfig, revision: str | None, tokens: int) -> Reference:
-    """Return the reference for a model: an index of the checkpoint's experts, and the library's modules.
+    """Return the reference for comparing a model: the experts' positions in the checkpoint, and the library's modules.
 
     Raises `BudgetError` if one layer's experts and a cache of `tokens` positions do not fit into RAM, and
     `ContextError` for a short context.
@@ -162,8 +163,8 @@ def reference_of(model: str, config: EngineConfig, revision: str | None, tokens:
 def verify(
     model: PreTrainedModel, reference: Reference, input_ids: torch.Tensor, on_part: Callable[[Comparison], None]
 ) -> Report:
-    """Run the first token of `input_ids` [1, T], then all tokens and a few decode steps. Every part of every pass is
-    compared as it is computed; `on_part` receives the result."""
+    """Run the first token of `input_ids` [1, T], then all tokens and a few decode steps, and return the report. Every
+    part of every pass is compared with the library when it is computed; `on_part` receives each comparison."""
     comparing = _Comparing(model, reference, on_part)
     engine, ids = comparing.engine, input_ids.to(model.device)
     with comparing.listening():
@@ -177,14 +178,15 @@ def verify(
 def verify_low_copies(
     model: PreTrainedModel, reference: Reference, input_ids: torch.Tensor, on_part: Callable[[Comparison], None]
 ) -> Report:
-    """Compare the model with low-precision copies for all experts with the library on the dequantized weights."""
+    """Compare the model, with low-precision copies for all experts, with the library on the dequantized weights."""
     engine: Engine = model.offload  # type: ignore[assignment]
     with engine.executor.by_low_copies():
         return verify(model, replace(reference, experts=reference.low, part=LOW_COPIES), input_ids, on_part)
 
 
 class _Comparing(StepObserver):
-    """A comparison of a model with its twin. One thread may use it, while no other thread uses the model."""
+    """Compares a model with its twin, the library's own modules with the same weights. One thread may use it, while no
+    other thread uses the model."""
 
     def __init__(self, model: PreTrainedModel, reference: Reference, on_part: Callable[[Comparison], None]) -> None:
         self.engine: Engine = model.offload  # type: ignore[assignment]
@@ -215,7 +217,7 @@ class _Comparing(StepObserver):
         self._seen: set[str] = set()
         self._unrepeatable: set[str] = set()
         self._last: dict[int, tuple[tuple[torch.Tensor, ...], torch.Tensor]] = {}
-        """The input of the current layer's experts in this pass, and the library's result."""
+        """The input of the current layer's experts in this pass, and the library's result for this input."""
 
     def reset(self) -> RowCache:
         """Start another sequence, with new KV caches for the model and for the library."""
@@ -235,7 +237,7 @@ class _Comparing(StepObserver):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """During the `with` block, the library repeats every call of a part."""
+        """During the `with` block, repeat every call of a compared module with the library's module."""
         with ExitStack() as made:
             for part in self._parts:
                 module = self._modules[part.path]
@@ -305,8 +307,8 @@ class _Comparing(StepObserver):
         return may_round and self._rounding > 0 and is_same(ours, theirs, self._rounding)
 
     def _library_experts(self, layer: int) -> Callable[..., torch.Tensor]:
-        """Return the result of the library's loop on experts that are read again from the files; results for an equal
-        input in this pass are reused."""
+        """Return the result of the library's loop on experts that are read again from the files. The last result is
+        reused for an equal input in this pass."""
 
         def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             given = (hidden, index, weights)
@@ -347,13 +349,14 @@ class _Comparing(StepObserver):
 
     @contextmanager
     def _all_threads(self) -> Iterator[None]:
-        """Use all threads, as the library alone would; the engine may have limited it to one."""
+        """During the `with` block, let torch use all threads, as the library alone would; the engine may have limited
+        it to one."""
         with threads(self._threads):
             yield
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in arguments or a result, in order."""
+    """Yield all tensors in the arguments or the result of a call, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):

@@ -46,7 +46,7 @@ class Watched:
         self.tiers = bytes(self._count)
         """The tier of every expert at the last look."""
         self._was_busy = True
-        """Whether there were passes before the last look."""
+        """Whether passes were running at the last look. The next look then searches for changes too."""
         self._last_pass: PassNote | None = None
         self._uses = np.zeros(0, np.int64)
         """The experts of the last `CURVE_USES` uses in decode steps."""
@@ -118,15 +118,15 @@ class Watched:
         return found
 
     def _in_order(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the experts of each layer and step in ascending order: plans order them by residency, routers do
-        not."""
+        """Return the experts of each layer and step in ascending order. Plans order experts by residency, but routers
+        do not."""
         layers = np.searchsorted(self._starts, numbers, side="right")
         runs = np.cumsum(np.diff(layers, prepend=layers[:1]) != 0)
         return numbers[np.lexsort((numbers, runs))]
 
     def _passes(self, passes: Sequence[PassNote]) -> dict[str, Any]:
-        """Return the sums of the decode steps that another decode step has followed. The time between two steps counts
-        for the first one."""
+        """Return the sums over the decode steps that were followed directly by another decode step. The time between
+        two steps counts for the first of them."""
         tokens, seconds, read, sums = 0, 0.0, 0, Counters()
         for run in self._runs(passes):
             first, last = run[0], run[-1]
@@ -154,7 +154,7 @@ class Watched:
         return found
 
     def _runs(self, passes: Sequence[PassNote]) -> list[list[PassNote]]:
-        """Return the sequences of at least two decode steps that no other pass interrupts."""
+        """Return the runs of at least two consecutive decode steps, without another pass between them."""
         runs: list[list[PassNote]] = [[]]
         for note in passes if self._last_pass is None else (self._last_pass, *passes):
             before = runs[-1][-1] if runs[-1] else None
@@ -202,6 +202,6 @@ def _sum(left: Counters, right: Counters) -> Counters:
 
 
 def _pairs(numbers: np.ndarray, of: np.ndarray) -> list[int]:
-    """Return the flat list [number, `of` at number, ...] for these numbers."""
+    """Return the flat list [number, value, number, value, ...] for these numbers, with the values from `of`."""
     found: list[int] = np.stack([numbers, of[numbers]], 1).reshape(-1).tolist()
     return found

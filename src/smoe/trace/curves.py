@@ -44,8 +44,8 @@ _BEND = 0.05
 """How far a knee must be below the straight line from the first point to the plateau, as a fraction of the curve's
 height."""
 _INLINE_ROUTINGS = 40_000
-"""Up to this number of routings, this process computes all points by itself: that takes some seconds, as long as other
-processes need to start."""
+"""Up to this number of routings, this process computes all points by itself. That takes some seconds, as long as other
+processes would need to start."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Curves:
 
 
 class _Point(NamedTuple):
-    """A replay of one trace with one policy and one cache size."""
+    """One point of a miss-ratio curve: a replay of one trace with one policy and one cache size."""
 
     path: Path
     passes: int
@@ -159,7 +159,7 @@ def _decode_rows(trace: Trace, passes: int) -> np.ndarray:
 
 
 def _policies(header: TraceHeader, next_use: NextUse | None) -> tuple[list[str], dict[str, str]]:
-    """Return (the policies that can be replayed, `BOUND` last; {other policy: the reason})."""
+    """Return (the names of the policies that can be replayed, `BOUND` last; {name of another policy: the reason})."""
     left_out = {}
     if next_use is None:
         left_out[LEARNED] = "no learned parameters for this model on this machine"
@@ -182,8 +182,8 @@ def _counts(point: _Point) -> ReplayCounts:
 
 
 class CurveBends(NamedTuple):
-    """The two points at which a curve bends, as indices of its sizes. Before the knee it is steep, after the plateau
-    flat."""
+    """The two points at which a miss-ratio curve bends, as indices of its sizes. The curve is steep before the knee and
+    flat after the plateau."""
 
     knee: int | None
     """The index of the knee; None if the curve falls evenly."""
@@ -192,8 +192,8 @@ class CurveBends(NamedTuple):
 
 
 def turns(found: Curves, policy: str) -> CurveBends:
-    """Return knee and plateau of a policy's curve. The knee is the point before the plateau that is furthest below the
-    straight line from the first point to the plateau."""
+    """Return the knee and the plateau of a policy's miss-ratio curve. The knee is the point before the plateau that is
+    furthest below the straight line from the first point to the plateau."""
     shares, misses = found.shares, found.misses[policy]
     plateau = next(n for n, count in enumerate(misses) if count - misses[-1] <= LITTLE * found.uses)
     width, height = shares[plateau] - shares[0], misses[0] - misses[plateau]

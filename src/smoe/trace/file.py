@@ -89,7 +89,7 @@ class TraceWriter:
         return self._start + (self.count + self._pending) * self.header.row.itemsize
 
     def append(self, rows: np.ndarray) -> None:
-        """Append rows of a step that has not ended. `rows`: [n] of the type `header.row`."""
+        """Append rows that belong to a step that has not ended. `rows`: [n] of the type `header.row`."""
         with self._writing():
             self._file.write(rows.tobytes())
         self._pending += len(rows)
@@ -99,7 +99,7 @@ class TraceWriter:
         self.count, self._pending = self.count + self._pending, 0
 
     def drop(self) -> None:
-        """Remove the rows of the current step, because the step has failed."""
+        """Remove the rows of the current step from the trace, because the step has failed."""
         if self._pending:
             self._pending = 0
             with self._writing():
@@ -118,7 +118,7 @@ class TraceWriter:
             take_place(self._partial, self._path)
 
     def abandon(self) -> None:
-        """Delete the unfinished file."""
+        """Delete the unfinished trace file."""
         with suppress(OSError):  # closing may fail on a full disk; the file is deleted anyway
             self._file.close()
         self._partial.unlink(missing_ok=True)

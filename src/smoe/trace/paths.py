@@ -15,8 +15,8 @@ def routed_layers(header: TraceHeader) -> tuple[RoutedLayer, ...]:
 
 
 def paths_in(trace: Trace, tokens: int | None = None) -> Paths:
-    """Return the paths of a trace's tokens, including those of prompts, without padding. `tokens`: only this many from
-    the start; None: all."""
+    """Return the paths (the chosen experts, layer by layer) of a trace's tokens, including those of prompts, without
+    padding. `tokens`: only this many tokens from the start; None: all."""
     layers = routed_layers(trace.header)
     layer_of = np.asarray(trace.rows["layer"])
     places = [np.flatnonzero(layer_of == each.layer) for each in layers]

@@ -37,8 +37,8 @@ _MOST_SEQUENCES = 24
 
 
 def reuse_by_rank(survey: TraceSurvey) -> Figure | None:
-    """Draw how often an expert is chosen again within some tokens, by its rank (SMoE, figure 6). Return None without
-    scores."""
+    """Draw how often an expert is chosen again within a given number of tokens, by its rank among a token's scores
+    (SMoE, figure 6). Return None if the trace has no scores."""
     ranks, top_k = survey.ranks, survey.header.layers[0].top_k
     if ranks is None:
         return None
@@ -56,7 +56,8 @@ def reuse_by_rank(survey: TraceSurvey) -> Figure | None:
 
 
 def score_concentration(survey: TraceSurvey) -> Figure | None:
-    """Draw how a token's scores are distributed over the ranks (SMoE, figure 4). Return None without scores."""
+    """Draw how a token's scores are distributed over the ranks of experts (SMoE, figure 4). Return None if the trace
+    has no scores."""
     ranks, top_k = survey.ranks, survey.header.layers[0].top_k
     if ranks is None:
         return None
@@ -188,7 +189,7 @@ def miss_ratio(survey: TraceSurvey) -> Figure | None:
 
 
 def _second_scale(add: Callable[..., Any], side: str, factor: float) -> Any:
-    """Add an axis that shows the same values in another unit."""
+    """Add an axis that shows the figure's values in another unit."""
 
     def there(value: Any) -> Any:
         return value * factor
@@ -317,11 +318,11 @@ def _layers(survey: TraceSurvey) -> list[int]:
 
 
 def _dots(count: int) -> float:
-    """Return the size of markers for `count` points."""
+    """Return the size of the markers of a curve with `count` points."""
     return 4.0 if count <= 40 else 2.5
 
 
 def _scale(nbytes: int) -> tuple[str, int]:
-    """Return (unit, its bytes) for a size: the unit in which the size has few digits."""
+    """Return (name, bytes) of the unit in which a size in bytes has few digits."""
     unit = format_bytes(nbytes).split()[1]
     return unit, 1024 ** ["B", "KiB", "MiB", "GiB", "TiB"].index(unit)

@@ -22,7 +22,7 @@ AHEAD = 3
 
 
 class Stretch(NamedTuple):
-    """The routing of all tokens of one sequence in one layer."""
+    """The routing of all tokens of one sequence in one layer, with ranks and scores."""
 
     layer: int
     """The layer's number in the model."""

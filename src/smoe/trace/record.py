@@ -17,7 +17,7 @@ from smoe import __version__
 from smoe.routing import Phase
 
 PHASES = (Phase.PREFILL, Phase.DECODE)
-"""The phases. A row stores an index of this tuple."""
+"""The phases of generation. A row of a trace contains an index of this tuple."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class TracedLayer:
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """The description of a recording."""
+    """The header of a trace, which describes the recorded model and run."""
 
     model: str
     """The model's name, as the user wrote it."""

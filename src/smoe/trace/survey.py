@@ -44,14 +44,14 @@ class Ranks:
     share: np.ndarray
     """The mean fraction of a token's router scores that the rank has, over tokens and layers (SMoE, figure 4)."""
     low: np.ndarray
-    """The 10th percentile of this fraction."""
+    """The 10th percentile, over tokens and layers, of the fraction of a token's router scores that the rank has."""
     high: np.ndarray
-    """The 90th percentile of this fraction."""
+    """The 90th percentile, over tokens and layers, of the fraction of a token's router scores that the rank has."""
     reuse: np.ndarray
     """The probability that the expert of this rank is chosen within the next `ahead` tokens (SMoE, figure 6)."""
     ahead: int
     reuse_by_chance: float
-    """This probability if experts were chosen at random."""
+    """The probability that an expert is chosen within the next `ahead` tokens if experts are chosen at random."""
 
 
 @dataclass(frozen=True)

@@ -78,8 +78,8 @@ class Affinities:
     strongest: int
     """The index in `by_affinity` of the layer for which affinity gains most over popularity."""
     follows: np.ndarray
-    """[E, E] for the layer before that one (rows) and that layer (columns): each row has the fractions of the second
-    layer's choices for tokens that use the row's expert in the first."""
+    """[E, E] for the layer of which `strongest` has the index, after the layer before it. Each row belongs to an expert
+    of the layer before. It has the fractions of the layer's choices, for tokens that use this expert."""
 
     @property
     def gain(self) -> float:
@@ -94,7 +94,8 @@ def times_even(paths: Paths) -> np.ndarray:
 
 
 def _in_multiples(shares: np.ndarray, layers: Sequence[RoutedLayer]) -> np.ndarray:
-    """Return the fractions [..., L, E] in multiples of 1 / E; NaN beyond a layer's own experts."""
+    """Return fractions [..., L, E] as multiples of 1 / E, where E is the layer's own number of experts; NaN beyond
+    it."""
     experts = np.array([layer.experts for layer in layers])[:, None]
     found: np.ndarray = np.where(np.arange(shares.shape[-1]) < experts, shares * experts, np.nan)
     return found
@@ -186,13 +187,13 @@ def affinities(paths: Paths) -> Affinities:
 
 
 def _two(paths: Paths, place: int) -> np.ndarray:
-    """Return [N, 2, K], the choices of the layer at `place` and of the next layer."""
+    """Return [N, 2, K], the experts chosen by the layer at index `place` and by the next layer."""
     found: np.ndarray = paths.chosen[:, place : place + 2]
     return found
 
 
 def _named(scores: np.ndarray, wanted: np.ndarray, top_k: int) -> float:
-    """Return the fraction of the wanted experts [N, E] that are among the K highest `scores` [N, E]; of equal scores,
-    the lower number counts as higher."""
+    """Return how many of the wanted experts [N, E] are among the K highest `scores` [N, E], as a fraction. Of equal
+    scores, the lower expert number counts as higher."""
     best = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
     return float(np.take_along_axis(wanted, best, axis=1).sum() / wanted.sum())
