@@ -89,7 +89,7 @@ def test_refusals(run, checkpoint, home, options, why):
 
 def test_the_name_of_a_cluster_is_an_option_of_its_own(run, checkpoint, home):
     ran = run("cluster", "plan", checkpoint, "--memory", "3MiB", "--cluster", "home")
-    assert ran.code == 2 and "--cluster home is for a run" in ran.err and "give --name" in " ".join(ran.err.split())
+    assert ran.code == 2 and "--cluster home makes a run use" in ran.err and "give --name" in " ".join(ran.err.split())
 
 
 def test_workers_that_never_loaded_are_refused(run, checkpoint, home):

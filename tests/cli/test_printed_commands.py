@@ -44,8 +44,9 @@ MEASURED = ("smoe eval", "smoe tune")
 OTHERS = ("make", "pip", "python3", "curl")
 """What makes an environment: `make wheel-test` does that. `curl` asks the server of the start page, in a test of its
 own."""
-LONG = (("bench",), ("simulate",), ("tune", "--prefetch"))
-"""Minutes and more, whatever the model: these are only parsed here, and run in tests of their own."""
+LONG = (("bench",), ("simulate",), ("tune", "--prefetch"), ("launch",))
+"""Minutes and more, whatever the model, or a program that may be missing: these are only parsed here, and run in tests
+of their own."""
 UNTIL_ENDED = {("serve",): "serving", ("cluster", "up"): "worker local-1: ready"}
 """What runs until Ctrl-C, and what it prints once it works."""
 

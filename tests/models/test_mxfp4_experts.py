@@ -297,9 +297,7 @@ def test_experts_that_have_been_converted_under_the_old_configuration(tmp_path: 
 
 def test_the_same_weight_twice(tmp_path: Path) -> None:
     stem = EXPERTS.format(0) + "down_proj"
-    refused(
-        tmp_path, lambda tensors: tensors.update({stem: torch.zeros(8, 32, 64)}), f"'{stem}_blocks' beside '{stem}'"
-    )
+    refused(tmp_path, lambda tensors: tensors.update({stem: torch.zeros(8, 32, 64)}), f"'{stem}_blocks' and '{stem}'")
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def test_unknown_policies_are_refused_with_a_list() -> None:
     with pytest.raises(ConfigError, match=r"`eviction` is .fifo.; choose one of: auto, lru"):
         make_eviction("fifo")
     for name in set(EVICTION) - set(ONLINE_EVICTION):
-        with pytest.raises(ConfigError, match=rf"\({name} .*simulator"):
+        with pytest.raises(ConfigError, match=rf"\({name} .*smoe replay"):
             make_eviction(name)
 
 
