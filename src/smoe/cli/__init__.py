@@ -55,7 +55,8 @@ _NOT_OF_WORKERS = ("torch", "transformers", "safetensors", "gguf", "huggingface_
 
 
 def _paragraphs(text: str | None) -> str:
-    """Return a docstring whose paragraphs have no line breaks: the terminal wraps them at its own width."""
+    """Return a command's docstring for `--help`, without line breaks within paragraphs: the terminal wraps paragraphs
+    at its own width."""
     return "\n\n".join(" ".join(part.split()) for part in (text or "").split("\n\n"))
 
 
@@ -132,7 +133,7 @@ def main() -> None:
 
 
 def _explain(error: Exception) -> int:
-    """Print an error and return the exit code; raise an unexpected error again."""
+    """Print an error that a command has raised, and return the exit code. An unexpected error is raised again."""
     if isinstance(error, SmoeError):
         complain(error, commands_for(error) if isinstance(error, UnpreparedError) else ())
         return REFUSED if isinstance(error, WorkerRefusedError) else 2
@@ -155,8 +156,8 @@ def _explain(error: Exception) -> int:
 
 
 def _open_missing_streams() -> None:
-    """Replace a closed stdout or stderr (`>&-`) by one that discards its input, and let narrow encodings replace
-    characters. On Windows, files and pipes get UTF-8, unless PYTHONIOENCODING is set."""
+    """Replace a closed stdout or stderr (`>&-`) by a stream that discards its input. Let streams with narrow encodings
+    replace characters. On Windows, files and pipes get UTF-8, unless PYTHONIOENCODING is set."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def price_answers(model: str, options: EngineOptions, text: Path | None, tokens: int | None, as_json: bool) -> None:
-    """Measure the quality cost of each way to resolve a miss on at most `tokens` tokens of text; store and print the
+    """Measure the quality cost of each way to resolve a miss, on at most `tokens` tokens of text. Store and print the
     costs."""
     from smoe.cli.console import note, print_json
     from smoe.cli.keeping import ResultDestination

@@ -117,7 +117,7 @@ def command(
 def _print(
     measurements: list[Measurement], circumstances: dict[str, Any], config: EngineConfig, share: bool, json: bool
 ) -> None:
-    """Print the table, and the JSON or the block to post."""
+    """Print the table of measurements, and the JSON or the block of text to post."""
     from smoe.benchmark.shared_block import shared_block
     from smoe.cli.console import gives_json, is_quiet, output, print_json
 
@@ -139,7 +139,7 @@ def _no_cell(context_tokens: int, cells: list[TableCell]) -> ConfigError:
 
 
 def _check(given: dict[str, Any], ablation: str | None, quick: bool, share: bool, preset: str) -> None:
-    """Raise `ConfigError` for options that would have no effect together."""
+    """Raise `ConfigError` if one of the given options would have no effect together with the others."""
     for name, value in given.items():
         if ablation is None and value is not None:
             raise ConfigError.idle(name, value if isinstance(value, int) else str(value), "`ablation` smoe")
@@ -159,8 +159,8 @@ def _check(given: dict[str, Any], ablation: str | None, quick: bool, share: bool
 
 
 def _config(model: str, engine: EngineOptions, cells: list[TableCell]) -> EngineConfig:
-    """Return the settings. If no context is given, it is just long enough for the measurements, so that experts get the
-    rest of the memory."""
+    """Return the engine's settings. If no context is given, it is just long enough for the measurements, so that
+    experts get the remaining memory."""
     from dataclasses import replace
 
     from smoe.models.checkpoint import described_checkpoint

@@ -107,7 +107,7 @@ def command(
 
 
 def _sampling(options: ChatSamplingOptions, model: PreTrainedModel | None) -> Sampling:
-    """Return the sampling settings: the given options, and the model's own values for the others."""
+    """Return the sampling settings: the given options, and the model's own values for options that are not given."""
     import secrets
 
     from smoe.generation.sampling import Sampling
@@ -133,7 +133,7 @@ def _help(*, is_asked: bool = False) -> None:
 
 
 def _show_settings(model: PreTrainedModel, chat: Chat, sampling: Sampling, options: ChatSamplingOptions) -> None:
-    """Print the sampling settings, where each comes from, and how much of the context the conversation uses."""
+    """Print the sampling settings with the origin of each, and the part of the context that the conversation uses."""
     from smoe.cli.console import note
     from smoe.generation.choices import choices_of
 
@@ -150,7 +150,7 @@ def _show_settings(model: PreTrainedModel, chat: Chat, sampling: Sampling, optio
 
 
 def _ask() -> str | None:
-    """Return the user's next line; None at the end of the input."""
+    """Return the next line that the user types; None at the end of the input."""
     from smoe.cli.console import complain, note
     from smoe.cli.interrupts import was_terminated
 

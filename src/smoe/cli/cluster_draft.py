@@ -26,7 +26,7 @@ Draft = Annotated[
 
 
 def check_alone(given: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for options that apply to workers only."""
+    """Raise `ConfigError` if options that apply to workers only are given for a draft model."""
     for name, value in given.items():
         if value is not None:
             owner = "`fetch`" if name == "precision" else "a worker"
@@ -66,7 +66,7 @@ def be_draft(me: Worker, model: str, threads: int | None) -> None:
 
 
 def draft_line(report: Mapping[str, Any]) -> str:
-    """Return a line about a cluster's draft model, from the coordinator's report."""
+    """Return one line that describes the state of a cluster's draft model, from the coordinator's report."""
     state = report["state"] + (f" ({report['why']})" if report["why"] else "")
     copy = f" in {report['precision']}" if report["precision"] else ""
     done = f"{report['tokens_followed']} tokens followed, {report['layers_named']} layers predicted"

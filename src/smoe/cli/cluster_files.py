@@ -70,7 +70,7 @@ def send(
 
 
 def check_fetch(model: str, fetch: Path | None, rate: str | None) -> None:
-    """Raise `ConfigError` for options of --fetch that exclude each other or are invalid."""
+    """Raise `ConfigError` if options that go with `--fetch` exclude each other or are invalid."""
     if fetch is not None and model != "demo":
         raise ConfigError(
             f"`fetch` {fetch} downloads the coordinator's model, so {model} has no effect; leave out one of the two",
@@ -87,8 +87,8 @@ def check_fetch(model: str, fetch: Path | None, rate: str | None) -> None:
 
 
 def fetched(me: Worker, folder: Path, precision: str, rate: str | None) -> Worker:
-    """Download all files of the model into the folder. Return the worker without its invitation code, which is used
-    up."""
+    """Download all files of the model into the folder of `--fetch`. Return the worker's record without the invitation
+    code, which is used up."""
     from smoe.cli.console import note, progress
     from smoe.cluster.fetching import Course, Fetcher
     from smoe.cluster.identity import keep_worker

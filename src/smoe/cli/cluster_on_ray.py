@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 MOST_WORKERS = 1024
 _PANEL = "On Ray"
 Room = tuple[int | None, int | None, str]
-"""A worker's memory in bytes or number of experts, and their precision."""
+"""A worker's memory in bytes, its number of experts, and their precision."""
 _TURN_SECONDS = 0.5
-"""The longest time, in seconds, until a signal has an effect."""
+"""The longest time, in seconds, until a signal such as Ctrl-C has an effect."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,8 @@ def up_on_ray(on_ray: RayOptions, name: str, threads: int | None, model: str, ro
 
 
 def opened(model: str, memory_bytes: int | None, slots: int | None, precision: str) -> Served:
-    """Open the experts of a worker; called on the node that computes them. Importing this module does not import
-    torch."""
+    """Return the opened experts of a worker. The function is called on the node that computes them; importing this
+    module does not import torch."""
     from smoe.load.worker_experts import open_experts
     from smoe.presets import configure
 
@@ -140,7 +140,7 @@ def token_file() -> Path | None:
 
 
 def _coordinator_of(name: str, address: str | None) -> Coordinator:
-    """Return the cluster; create it if there is none of that name."""
+    """Return the coordinator's record of the cluster of this name. If there is no such cluster, create it."""
     from smoe.cluster.identity import checked_name, clusters, new_coordinator, read_coordinator, store_coordinator
 
     is_known = checked_name(name, "name") in clusters()

@@ -125,7 +125,7 @@ def plan(
 
 
 def _profile(name: str) -> DeviceProfile:
-    """Return the profile of the workers' machine, read by `read_profile`."""
+    """Return the profile of the workers' machine, which the option --worker-profile names. Errors name this option."""
     from smoe.memory.emulation import read_profile
 
     try:
@@ -136,7 +136,7 @@ def _profile(name: str) -> DeviceProfile:
 
 
 def _measured(name: str) -> list[MeasuredWorker]:
-    """Return the workers of a cluster with the times that its coordinator measured last.
+    """Return the workers of an existing cluster, with the times that its coordinator measured last.
 
     Raises `ClusterError` if the coordinator has not measured any.
     """
@@ -212,7 +212,7 @@ def _print(found: ClusterOutlook, link: str) -> None:
 
 
 def _span(values: Sequence[Any], words: Callable[[Any], str]) -> str:
-    """Return the smallest and the largest value in words, or one value if all are equal."""
+    """Return the smallest and the largest of several values in words, or one value if all are equal."""
     least, most = words(min(values)), words(max(values))
     return least if least == most else f"{least} to {most}"
 
@@ -228,7 +228,7 @@ def _enough(found: ClusterOutlook, schedule: str) -> str:
 
 
 def _waits(case: ClusterCase) -> str:
-    """Return in words what takes the largest part of a token's time."""
+    """Return in words the activity that takes the largest part of a token's time."""
     return f"{case.waits_for} {max(case.waits) / case.seconds_per_token:.0%}"
 
 

@@ -69,7 +69,7 @@ def _only_cluster() -> str:
 
 
 def _state_of(coordinator: Coordinator) -> dict[str, Any]:
-    """Return the state that the coordinator stored last, and whether the coordinator still runs."""
+    """Return the state that the cluster's coordinator stored last, and whether the coordinator still runs."""
     from smoe.cluster.identity import read_status
     from smoe.cluster.running import coordinator_process
 
@@ -86,7 +86,7 @@ def _state_of(coordinator: Coordinator) -> dict[str, Any]:
 
 
 def _head(coordinator: Coordinator, report: dict[str, Any]) -> str:
-    """Return the line above the table."""
+    """Return the line above the table of workers: the coordinator's address and state."""
     if report["is_running"]:
         state = (
             ("the coordinator is running")

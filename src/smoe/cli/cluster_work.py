@@ -26,14 +26,15 @@ Torch = Annotated[
 
 
 class WorkerRoom(NamedTuple):
-    """A worker's limit: bytes of experts, or their number."""
+    """The limit of the experts in a worker's memory: their bytes or their number."""
 
     memory_bytes: int | None
     slots: int | None
 
     @classmethod
     def of(cls, worker_memory: str | None, slots: int | None) -> WorkerRoom:
-        """Return the limit that the options give. Raises `ConfigError` for both options."""
+        """Return the limit that the command line options give. Raises `ConfigError` if both bytes and number are
+        given."""
         if slots is None:
             return cls(parse_bytes(worker_memory or DEFAULT_WORKER_MEMORY, "worker_memory"), None)
         if worker_memory is not None:
@@ -53,7 +54,7 @@ class WorkerRoom(NamedTuple):
 
 
 def check(model: str, room: WorkerRoom, precision: str, torch: bool | None) -> None:
-    """Raise the errors that a worker would raise at its start, before any worker is started."""
+    """Raise the errors that a worker would raise when it starts, before any worker is started."""
     from smoe.presets import configure
 
     config = configure(precision=precision)

@@ -21,15 +21,15 @@ _LEAST_RUN_SECONDS = 5.0
 
 
 def line_for_coordinator(model: str, name: str, workers: int, draft: bool = False) -> str:
-    """Return the command line of a coordinator. For the demo, the coordinator's own disk is faster than a worker on the
-    same machine, unless workers take turns."""
+    """Return a command line that runs the coordinator of a cluster. For the demo, the line makes workers take turns:
+    otherwise the coordinator's own disk would always be faster than a worker on the same machine."""
     preset = " --preset cluster --set draft_on=cluster" if draft else ""
     line = f"smoe generate {model} --cluster {name}{preset} --set cluster_workers={workers} --memory"
     return f"{line} 24MiB --set placement=round-robin" if model == "demo" else f"{line} SIZE -p TEXT"
 
 
 def draft_of(name: str) -> str:
-    """Return the name of a cluster's own draft model."""
+    """Return the name that the cluster's own draft model has as a worker."""
     return f"{name}-draft"
 
 

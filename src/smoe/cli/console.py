@@ -76,7 +76,7 @@ def print_json_error(error: BaseException) -> None:
 
 
 def _facts_of_a_mistyped_line(error: BaseException) -> dict[str, object]:
-    """Return the details for JSON of a parameter that the parser of the command line refused."""
+    """Return the details, ready for JSON, of an option or argument that the parser of the command line has refused."""
     parameter = getattr(error, "param", None)
     if parameter is None:
         return {}
@@ -87,7 +87,7 @@ def _facts_of_a_mistyped_line(error: BaseException) -> dict[str, object]:
 
 
 def typed_value(options: Sequence[str]) -> str | None:
-    """Return the last value typed for an option with these names; None where there is none."""
+    """Return the last value that the user typed for an option with these names; None if the option was not typed."""
     given = None
     for word, following in zip(sys.argv, [*sys.argv[1:], None], strict=True):
         if not word.startswith("-"):
@@ -111,24 +111,24 @@ def stdin() -> TextIO | None:
 
 
 def gives_json(is_asked: bool) -> bool:
-    """Return whether a command whose tables go to stderr prints JSON on stdout: always if stdout is no terminal, on a
-    terminal only with --json."""
+    """Return whether a command, whose tables go to stderr, prints JSON on stdout. It does so if stdout is no terminal,
+    or if --json is given."""
     return is_asked or not sys.stdout.isatty()
 
 
 def note(text: str, *, is_asked: bool = False) -> None:
-    """Print a note in grey; a quiet command prints requested ones (`is_asked`) only."""
+    """Print a note in grey. With --quiet, only notes that the user has requested (`is_asked`) are printed."""
     if is_asked or not _is_quiet:
         errors().print(f"[dim]{escape(as_options(text))}[/dim]", soft_wrap=True)
 
 
 def warn(text: str) -> None:
-    """Print a warning, also in quiet commands."""
+    """Print a warning, also with --quiet."""
     errors().print(f"[yellow]warning:[/yellow] {escape(as_options(text))}", soft_wrap=True)
 
 
 def complain(error: SmoeError, commands: Sequence[str] = ()) -> None:
-    """Print an error, then hints, then the commands that prepare what is missing (if there are any)."""
+    """Print an error, then hints, then the commands that prepare missing files or measurements (if there are any)."""
     console = errors()
     console.print(f"[bold red]error:[/bold red] {escape(words_of(error))}", soft_wrap=True)
     model = "MODEL" if error.model is None else shlex.quote(error.model)
@@ -201,7 +201,7 @@ def progress(command: str = "", unit: str = "", clock: Callable[[], float] = mon
 
 
 def _seconds_left(task: Task, elapsed: float) -> float | None:
-    """Return how many seconds a task still needs, from its speed so far; None if that is unknown."""
+    """Return how many seconds a task still needs, computed from its speed so far; None if the speed is unknown."""
     done = task.completed - task.fields.get("skipped", 0)
     if task.total is None or done <= 0 or task.completed >= task.total:
         return None
@@ -209,13 +209,13 @@ def _seconds_left(task: Task, elapsed: float) -> float | None:
 
 
 class _TimeLeft(ProgressColumn):
-    """The column of a progress bar with the time left: estimated at every advance, and counted down between two
-    advances."""
+    """The column of a progress bar that shows the time left. The time is estimated at every advance of the task, and
+    counted down between two advances."""
 
     def __init__(self) -> None:
         super().__init__()
         self._advances: dict[TaskID, tuple[float, float]] = {}
-        """The completed amount and the elapsed seconds at each task's last advance."""
+        """{task: (completed amount, elapsed seconds) at its last advance}."""
 
     def render(self, task: Task) -> Text:
         elapsed = task.elapsed or 0.0
@@ -229,7 +229,8 @@ class _TimeLeft(ProgressColumn):
 
 
 class _Lines(Progress):
-    """Progress as lines for a log: `eval: alpha 0.3, 412 of 1,200 tokens, 3 min left`, at most every ten seconds."""
+    """Prints progress as lines of a log, at most every ten seconds: `eval: alpha 0.3, 412 of 1,200 tokens, 3 min
+    left`."""
 
     def __init__(self, command: str, unit: str, console: Console, clock: Callable[[], float]) -> None:
         super().__init__(console=console, disable=True, get_time=clock)

@@ -106,7 +106,7 @@ def _print(profile: Profile, findings: list[Finding], outside: dict[str, int]) -
 
 
 def _outside_line(outside: dict[str, int]) -> str:
-    """Return in words how much memory a process takes in addition to the budget, if a model runs on the CPU."""
+    """Return a line that says how much memory a process needs outside the memory budget if a model runs on the CPU."""
     from smoe.units import format_bytes
 
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in outside.items()) + " at most"

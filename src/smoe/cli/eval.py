@@ -59,7 +59,7 @@ results stay, and a message says where they are.
 """
 
 TOKENS, MOST_QUESTIONS = 2000, 100
-"""The default limits of the text and of the questions."""
+"""The default limits: the number of tokens of the text, and the number of questions."""
 
 
 def command(
@@ -148,7 +148,7 @@ def _material(
     tasks: str | None,
     task_folder: Path | None,
 ) -> Material:
-    """Return the texts and questions to measure on: those given, or the defaults."""
+    """Return the texts and questions on which quality is measured: the given ones, or the defaults."""
     from smoe.cli.prices import Material
 
     most = MOST_QUESTIONS if most_questions is None else most_questions
@@ -165,7 +165,7 @@ def _price(
     plot: Path | None,
     json: bool,
 ) -> None:
-    """Measure the quality costs, store and print them."""
+    """Measure the quality costs of the requested thresholds. Store and print them."""
     from smoe.cli.console import gives_json, is_quiet, note, print_json
     from smoe.cli.prices import measured, print_table
 
@@ -185,7 +185,7 @@ def _price(
 
 
 def _refuse_prices(**given: object) -> None:
-    """Raise `ConfigError` for options that belong to quality costs, in a command that does not measure these."""
+    """Raise `ConfigError` if options for measuring quality costs are given for a command that does not measure them."""
     for name, value in given.items():
         if value is not None:
             raise ConfigError(
@@ -223,8 +223,8 @@ def _no_alphas(given: str) -> ConfigError:
 
 
 def _usual_thresholds(config: EngineConfig) -> list[float]:
-    """Return the default thresholds: substitution from 0 to 0.6; for low-precision copies only 0, because they have
-    their own thresholds."""
+    """Return the default values of alpha: 0 to 0.6 in steps of 0.1. With low-precision copies only 0, because they have
+    thresholds of their own."""
     by_importance = config.has_low or config.skip_threshold < 1
     return [0.0] if by_importance or config.prices_answers else [n / 10 for n in range(7)]
 

@@ -12,8 +12,8 @@ from smoe.cli.console import output
 def print_evictions(
     heading: str, unit: str, usual: str, figures: Mapping[str, float], held_out: Mapping[str, float] | None
 ) -> None:
-    """Print a heading, then one line for each policy: its figure in `unit`, and the difference from the policy
-    `usual`."""
+    """Print a heading, then one line for each policy: its number in `unit`, and the difference from the number of the
+    policy `usual`."""
     table = Table(box=None, header_style="dim", pad_edge=False)
     table.add_column("eviction")
     columns = {unit: figures} | ({"held out": held_out} if held_out else {})

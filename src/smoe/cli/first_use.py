@@ -15,22 +15,22 @@ from smoe.policy.registry import EXPERT_MLP
 from smoe.presets import PRESETS
 
 TRIED_TOKENS = 100
-"""How many tokens the printed command trains a predictor on: half a minute for the demo, instead of a quarter of an
-hour."""
+"""The number of tokens on which the printed command trains a predictor. Training then takes half a minute for the demo,
+instead of a quarter of an hour."""
 _TERMINAL = "  # in another terminal, until Ctrl-C"
 
 
 class Preparation(NamedTuple):
-    """What to type before the refused command: commands, with `MODEL` as a placeholder, and options to add to the
-    refused command."""
+    """The commands to type before a refused command can work, with `MODEL` as a placeholder, and the options to add to
+    the refused command."""
 
     commands: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
 
 
 def commands_for(error: UnpreparedError) -> list[str]:
-    """Return the commands to type, in order; the last one is the refused command. Empty if the error is not about a
-    model."""
+    """Return the commands that the user should type, in order; the last one is the refused command itself. Empty if the
+    error is not about a model."""
     if error.model is None:
         return []
     found = _preparation(error)
@@ -77,6 +77,7 @@ def _are_running(with_draft: bool) -> bool:
 
 
 def _of_preset(setting: str) -> str | None:
-    """Return the value that the typed preset gives to a setting; None if it gives none."""
+    """Return the value of a setting in the preset that the user typed; None if no preset was typed or it has no such
+    value."""
     value = PRESETS.get(typed_value(["--preset"]) or "", {}).get(setting)
     return None if value is None else str(value)

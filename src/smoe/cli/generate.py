@@ -127,8 +127,8 @@ def to_sampling(options: SamplingOptions) -> Sampling:
 
 
 def _seconds(tpot: str | None, engine: EngineOptions) -> float | None:
-    """Return the requested time per token in seconds, or None. A time determines alpha, so an explicit alpha is
-    refused."""
+    """Return the requested time per token in seconds, or None. The time determines alpha, so an explicit alpha is
+    refused with a `ConfigError`."""
     from smoe.units import parse_seconds
 
     if tpot is not None and engine.max_perplexity_increase is not None:
@@ -141,8 +141,8 @@ def _seconds(tpot: str | None, engine: EngineOptions) -> float | None:
 
 
 def _meet(seconds: float, model: str, preset: str, ready: PreTrainedModel) -> None:
-    """Set the smallest alpha that meets a time per token, by the measurements of `smoe tune` and the disk's present
-    read rate."""
+    """Set the smallest alpha that meets the requested time per token, by the measurements of `smoe tune` and the disk's
+    present read rate."""
     from smoe.cli.console import note
     from smoe.eval.tune import circumstances_of, look_at_reading, recall
     from smoe.presets import PRESETS
@@ -232,7 +232,8 @@ def _show_prompt(texts: list[str]) -> None:
 
 
 def _writer(prompts: int) -> OnText | None:
-    """Return a function that writes new text to stdout; None for several texts, which are printed at the end."""
+    """Return a function that writes new text to stdout. None for several texts, which are printed when all have
+    ended."""
     if prompts > 1:
         return None
 
@@ -244,7 +245,7 @@ def _writer(prompts: int) -> OnText | None:
 
 
 def _after(stop: Callable[[], None], write: OnText | None, say: OnText | None) -> OnText | None:
-    """Return a function that first removes the progress bar, then writes text to stdout and to the page."""
+    """Return a function that writes text to stdout and to the page `/watch`. It first removes the progress bar."""
 
     def write_after(row: int, text: str) -> None:
         if write is not None:
@@ -277,7 +278,7 @@ def _shown(ready: PreTrainedModel, model: str, texts: list[str], watch: bool) ->
 
 
 def _finish(answers: list[Answer]) -> None:
-    """Print the texts that were not streamed, and the end of the last line."""
+    """Print the texts that were not written while they were generated, and end the last line."""
     for number, answer in enumerate(answers, start=1):
         sys.stdout.write(f"[{number}] {answer.text}\n" + ("\n" if number < len(answers) else ""))
     if not answers:

@@ -37,8 +37,8 @@ _BREAK = getattr(signal, "SIGBREAK", None)
 _NUMBERS = [number for number in (signal.SIGINT, signal.SIGTERM, _HANGUP, _BREAK) if number is not None]
 _SHOW_CURSOR = "\x1b[?25h"
 _PATIENCE = 2
-"""How many signals a program that ends at the first one may receive; one more makes it exit at once. Two, because a key
-may be pressed twice."""
+"""The number of signals after which one more makes the program exit at once. It is two, because a key may be pressed
+twice."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -46,7 +46,7 @@ class Terminated(KeyboardInterrupt):
 
 
 class _State:
-    """The signals of the process since `listening` began."""
+    """The signals that the process has received since `listening` began."""
 
     def __init__(self) -> None:
         self.first: int | None = None
@@ -114,7 +114,7 @@ def answered_by(answer: Callable[[int], None]) -> Iterator[None]:
 
 
 def check() -> None:
-    """Raise the `KeyboardInterrupt` of a signal that a destructor or a library has swallowed."""
+    """Raise `KeyboardInterrupt` if a signal has arrived whose exception a destructor or a library has swallowed."""
     if _state.received:
         raise Terminated if was_terminated() else KeyboardInterrupt
 
@@ -186,7 +186,7 @@ def _as_json(words: str) -> dict[str, Any]:
 
 
 def _forget_the_terminal() -> None:
-    """Discard output to a closed terminal, without an error."""
+    """Discard the output to a terminal that was closed, so that writing raises no error."""
     for stream in (1, 2):
         try:
             termios.tcgetattr(stream)

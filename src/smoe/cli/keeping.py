@@ -11,8 +11,8 @@ from smoe.user_cache import PLACE, cache_folder, check_writable
 
 
 class ResultDestination:
-    """The folder of a result. It is made before a long measurement, and warns at once if the folder cannot be
-    written."""
+    """The folder in which a result will be stored. The object is made before a long measurement, and warns at once if
+    the folder cannot be written."""
 
     def __init__(self) -> None:
         self._is_printed = False
@@ -25,7 +25,7 @@ class ResultDestination:
             self._say("will not be", error)
 
     def keep(self, save: Callable[[], Path]) -> Path | None:
-        """Store a result by calling `save`. Return the path; None if storing failed."""
+        """Store a result by calling `save`. Return the path that `save` returns; None if storing failed."""
         try:
             return save()
         except OSError as error:

@@ -35,7 +35,7 @@ _PORT = 8000
 _LOOK_SECONDS = 5.0
 _NO_KEY = "none"
 _TAIL = 2000
-"""The number of last characters of the server's log that an error shows."""
+"""The number of last characters of the server's log that an error message shows."""
 
 
 def command(
@@ -62,7 +62,7 @@ def command(
 
 
 def _divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments of the server and those of the program, which follow `--`."""
+    """Divide the command line at `--`. Return the server's arguments, and the arguments of the program."""
     place = arguments.index("--") if "--" in arguments else len(arguments)
     return list(arguments[:place]), list(arguments[place + 1 :])
 
@@ -83,7 +83,8 @@ def _executable(program: Program) -> str:
 
 @contextmanager
 def _server(program: str, given: Sequence[str]) -> Iterator[RunningServer]:
-    """Yield the server that runs on the port, or one that is started with the options `given`, and then ended."""
+    """Yield the server of smoe that runs on the port. If there is none, start a server with the options `given`, and
+    end it after the `with` block."""
     port = _value_of(given, "--port") or str(_PORT)
     key = _value_of(given, "--api-key") or os.environ.get("SMOE_API_KEY") or _NO_KEY
     served = _running(f"http://127.0.0.1:{port}", key)
@@ -104,7 +105,7 @@ def _server(program: str, given: Sequence[str]) -> Iterator[RunningServer]:
 
 
 def _running(url: str, key: str) -> RunningServer | None:
-    """Return the server of smoe that listens at an address; None without one."""
+    """Return the server of smoe that listens at an address; None if there is none."""
     request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
     try:
         with urllib.request.urlopen(request, timeout=_LOOK_SECONDS) as answer:
@@ -116,7 +117,7 @@ def _running(url: str, key: str) -> RunningServer | None:
 
 
 def _check_needless(served: RunningServer, given: Sequence[str]) -> None:
-    """Raise `ConfigError` for options that a running server cannot take."""
+    """Raise `ConfigError` if the user gave another model, or --memory, although a server already runs on the port."""
     if given and ((not given[0].startswith("-") and given[0] != served.model) or "--memory" in given):
         raise ConfigError(
             f"a server of {served.model} runs at {served.url} already; leave the model and its options out, or give "
@@ -157,7 +158,8 @@ def _listening(process: Popen[str], log: IO[str], key: str) -> RunningServer:
 
 
 def _run(line: Sequence[str], environment: dict[str, str]) -> int:
-    """Run the program in this terminal and return its exit code. Ctrl-C is the program's; other signals end it."""
+    """Run the program in this terminal, and return its exit code. Ctrl-C is left to the program; other signals end
+    it."""
     from smoe.cli.interrupts import answered_by
 
     with Popen(line, env={**os.environ, **environment}) as program:
@@ -172,7 +174,7 @@ def _run(line: Sequence[str], environment: dict[str, str]) -> int:
 
 
 def _value_of(arguments: Sequence[str], option: str) -> str | None:
-    """Return the value of an option in a command line; None where it is not given."""
+    """Return the value of an option in a command line; None if the option is not given."""
     for number, each in enumerate(arguments):
         name, _, value = each.partition("=")
         if name == option:

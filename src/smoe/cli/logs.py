@@ -16,7 +16,7 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class _ToStderr(logging.Handler):
-    """Writes to the current stderr, which a progress bar replaces while it is shown."""
+    """A log handler that writes to the present stderr, which a progress bar replaces while it is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):  # a log that cannot be written, on a full disk, fails no command
@@ -25,8 +25,8 @@ class _ToStderr(logging.Handler):
 
 @contextmanager
 def logged(verbosity: int) -> Iterator[None]:
-    """Show the package's log for the duration of the `with` block. `verbosity`: 1: information; 2: everything; 0: as
-    SMOE_LOG, or nothing.
+    """Show the package's log during the `with` block. `verbosity`: 1: information; 2: all messages; 0: the level in
+    SMOE_LOG, or no messages.
 
     Raises `ConfigError` for an invalid level in SMOE_LOG.
     """

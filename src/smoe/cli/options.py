@@ -77,7 +77,7 @@ def _attribute(option: str) -> str:
 
 
 def _declared(each: Setting) -> tuple[str, Any, Any]:
-    """Return the option of a setting: its name, annotation and default."""
+    """Return the command line option that a setting of `EngineConfig` declares: its name, annotation and default."""
     words = each.help.replace("{allowed}", each.allowed.words)
     option = typer.Option(each.option, metavar=each.form, help=words, rich_help_panel=each.panel)
     kind = each.allowed.option_type
@@ -87,14 +87,15 @@ def _declared(each: Setting) -> tuple[str, Any, Any]:
 
 
 def _fields() -> list[tuple[str, Any, Any]]:
-    """Return all options of the engine: those of settings, and two further ones before the panel Engine."""
+    """Return all options of the engine: those that settings declare, and two others, which come before the panel
+    Engine."""
     of_settings = [_declared(each) for each in SETTINGS.values() if each.option]
     first = sum(each.panel == MEMORY for each in SETTINGS.values() if each.option)
     return [*of_settings[:first], *_OWN, *of_settings[first:], ("settings", Annotated[list[str] | None, _SET], None)]
 
 
 class _Configurable:
-    """Base of the engine's options: turns all of them together into a configuration."""
+    """The base class of a group of engine options. It converts the options to an `EngineConfig`."""
 
     if TYPE_CHECKING:
         __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -137,7 +138,7 @@ class _Configurable:
 
     @property
     def _preset(self) -> str:
-        """Return the preset: the given one, or the one that another option implies."""
+        """Return the name of the preset: the given one, or the one that another option implies."""
         if self.preset != "exact":
             return str(self.preset)
         if self.max_perplexity_increase is not None:
@@ -177,7 +178,7 @@ def in_container(config: EngineConfig) -> EngineConfig:
 
 
 def _refuse_idle_copies(config: EngineConfig) -> None:
-    """Raise `ConfigError` for low-precision copies that no setting would use."""
+    """Raise `ConfigError` if low-precision copies are requested and no other setting would use them."""
     by_thresholds = config.precision_shares is None and not config.prices_answers
     if config.has_low and by_thresholds and config.low_threshold >= config.skip_threshold:
         raise ConfigError(
@@ -193,7 +194,7 @@ def _refuse_idle_copies(config: EngineConfig) -> None:
 
 
 def substituting(options: EngineOptions, sequences: int = 1) -> EngineConfig:
-    """Return the configuration for a command that tries several alphas: with the preset smoe, if none is given.
+    """Return the configuration for a command that tries several alphas. If no preset is given, the preset is smoe.
 
     Raises `ConfigError` if the user gave an alpha.
     """

@@ -44,7 +44,7 @@ _PRECISION_HELP = "int8, int4, int3 or int2 (lossy), or several separated by com
 
 
 class _CalibrationText(NamedTuple):
-    """The text for calibration."""
+    """The text on which the inputs of experts are recorded for packing them in fewer bits."""
 
     path: Path
     tokens: int
@@ -128,7 +128,8 @@ def _pack(
     force: bool,
     text: _CalibrationText | None,
 ) -> dict[str, Any]:
-    """Write each requested file that does not exist or is invalid. Return the valid files."""
+    """Write each requested pack that does not exist or is invalid. Return the descriptions of all requested packs,
+    ready for JSON."""
     from dataclasses import replace
 
     from smoe.models.checkpoint import local_checkpoint, whole_checkpoint
@@ -170,7 +171,7 @@ def _pack(
 
 
 def _as_they_are(checkpoint: Checkpoint, spec: LibrarySpec, dtype: str) -> Contents:
-    """Return the description of a packed file with unchanged numbers."""
+    """Return the description, ready for JSON, of a pack with unchanged numbers."""
     from smoe.models.packed import contents_as_they_are
 
     checkpoint.check_gatherable()
@@ -196,7 +197,7 @@ def _same_for_every(dtype: str, what: str) -> ConfigError:
 
 
 def _entry(contents: Contents, path: Path, was_there: bool, records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the description of one packed file for JSON."""
+    """Return the description of one pack, ready for JSON."""
     return {
         "file": str(path),
         "contents": contents.name,
@@ -218,7 +219,7 @@ def _ids(checkpoint: Checkpoint, text: _CalibrationText | None) -> list[int]:
 
 
 def _mark(ids: Sequence[int]) -> str | None:
-    """Return the checksum of the calibration tokens, which a packed file contains."""
+    """Return the checksum of the calibration text's tokens, which a packed file contains."""
     from hashlib import sha256
 
     return sha256(repr(list(ids)).encode()).hexdigest() if ids else None
@@ -255,7 +256,8 @@ def _calibration(
 
 
 def _good(checkpoint: Checkpoint, contents: Contents) -> Packed | None:
-    """Return the existing packed file if it belongs to the checkpoint and all its checksums are correct; else None."""
+    """Return the path of the existing pack if it belongs to the checkpoint and all its checksums are correct; else
+    None."""
     from smoe.cli.console import note, warn
     from smoe.cli.pack_check import find_damage
 
@@ -302,7 +304,7 @@ def _write(
 
 
 def _show_errors(found: dict[str, Any]) -> None:
-    """Print the error of the weights relative to their size, by layer."""
+    """Print, by layer, the errors of the packed weights relative to the size of the weights."""
     from smoe.cli.console import note
 
     errors = [(each["layer"], each["relative_error"]) for each in found["layers"] if "relative_error" in each]

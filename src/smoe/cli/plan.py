@@ -39,7 +39,7 @@ headers are read. Run smoe doctor once for measured rates.
 
 
 _LEAST_GAIN = 0.01
-"""The smallest gain of speed, as a share, that a plan mentions."""
+"""The smallest gain of speed, as a fraction, that `smoe plan` mentions."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _print(result: Forecast) -> None:
 
 
 def _print_expected(outlook: Outlook, console: Console) -> None:
-    """Print the forecast of the given budget and settings."""
+    """Print the forecast for the given memory budget and settings."""
     from smoe.report.on_clock import PROMPT_TOKENS
 
     run, (slowest, fastest) = outlook.asked.run, map(_rate, outlook.tokens_per_second)
@@ -161,7 +161,7 @@ def _command(model: str, outlook: Outlook) -> str:
 
 
 def _print_others(outlook: Outlook, console: Console) -> None:
-    """Print other presets and precisions with the same budget."""
+    """Print the forecasts for other presets and precisions with the same memory budget."""
     from rich.table import Table
 
     console.print("\n[bold]other presets and precisions with the same memory[/bold]")
@@ -182,7 +182,7 @@ def _print_others(outlook: Outlook, console: Console) -> None:
 
 
 def _lacking(outlook: Outlook) -> list[str]:
-    """Return one line for each file or measurement that these settings need and that does not exist yet."""
+    """Return one line for each missing file or measurement that the settings of a forecast need."""
     return [f"missing: {line}" for line in outlook.asked.missing]
 
 
@@ -195,7 +195,7 @@ def _expected(outlook: Outlook, case: Case) -> str:
 
 
 def _first(outlook: Outlook, case: Case) -> str:
-    """Return the expected time to the first token, as `_expected` does for speeds."""
+    """Return the expected time to the first token: one figure if a run has calibrated the forecast, else a range."""
     if outlook.spread == (1, 1):
         return format_seconds(case.run.ttft_seconds)
     low, high = (format_seconds(_roughly(seconds)) for seconds in outlook.seconds(case.run.ttft_seconds))
@@ -220,7 +220,7 @@ _STYLE: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "header_style": 
 
 
 def _taken(entries: dict[str, int]) -> list[tuple[str, int]]:
-    """Return the entries of the ledger that take memory, as (name, bytes)."""
+    """Return (name, bytes) of the entries of the memory budget that are above 0."""
     return [(name, count) for name, count in entries.items() if count]
 
 
@@ -243,19 +243,20 @@ def _slots(ledger: Ledger) -> str:
 
 
 def _bytes(choice: Choice) -> str:
-    """Return the bytes from typical to uniform routing; one figure where they are equal."""
+    """Return the bytes that a token loads, from typical to uniform routing; one number if both are equal."""
     return _span(format_bytes(choice.typical.bytes_per_token), format_bytes(choice.uniform.bytes_per_token))
 
 
 def _speeds(choice: Choice) -> str:
-    """Return the speeds without a unit, so that a row fits 80 columns; the heading has the unit."""
+    """Return the tokens per second without a unit, so that a row of the table fits 80 columns. The heading has the
+    unit."""
     if choice.tokens_per_second is None:
         return "?"
     return _span(*map(_rate, choice.tokens_per_second))
 
 
 def _recommended(result: Forecast) -> str:
-    """Return a line with the recommended options for this machine, and the expected speed."""
+    """Return a line with the options that are recommended for this machine, and the expected speed."""
     if result.is_emulated:
         return f"To run on {result.rates.source.split(',')[0].removeprefix('profile ')}, or another budget there:"
     from smoe.report.outlook import size_to_type
@@ -287,6 +288,6 @@ def _size(result: Forecast) -> str:
 
 
 def _precision(spec: ModelSpec) -> str:
-    """Return the type in which the weights are stored."""
+    """Return the name of the number type in which the weights are stored."""
     dtype = str(spec.dtype)
     return dtype if spec.stored_bytes is None else f"its quantised formats, computed in {dtype}"

@@ -159,8 +159,8 @@ def _measure(
 
 
 def _in_turn(config: EngineConfig, thresholds: list[float]) -> list[tuple[EngineConfig, list[float]]]:
-    """Return (configuration, alpha) for each measurement, in order: first the exact model, which is the reference; then
-    one lossy setting after the other is added, so that the table shows the effect of each."""
+    """Return (configuration, alpha) of each measurement, in order. The exact model, with which all others are compared,
+    comes first. Then one lossy setting after the other is added, so that the table shows the effect of each."""
     if config.activations == AUTO:  # what choices cost is measured without rounding that was not asked for
         config = replace(config, activations=BF16)
     whole = replace(without_low_copies(config), max_perplexity_increase=None, tpot_seconds=None)
@@ -170,7 +170,8 @@ def _in_turn(config: EngineConfig, thresholds: list[float]) -> list[tuple[Engine
 
 
 def _circumstances(model: str, config: EngineConfig, material: Material, budget_bytes: int) -> dict[str, Any]:
-    """Return the circumstances of a measurement. Results with equal circumstances can be compared."""
+    """Return the circumstances of a measurement, such as model, text and settings. Results with equal circumstances can
+    be compared."""
     return {
         "model": model,
         "memory_budget_bytes": budget_bytes,
@@ -185,7 +186,7 @@ def _circumstances(model: str, config: EngineConfig, material: Material, budget_
 
 
 def _documents(tokenizer: Any, texts: list[str], material: Material, context_tokens: int) -> list[list[int]]:
-    """Return the documents' token ids. Raises `ConfigError` where they are too few."""
+    """Return the documents' token ids. Raises `ConfigError` if the documents have too few tokens."""
     documents, least = _cut(tokenizer, texts, material.tokens, context_tokens), material.least_tokens
     tokens = sum(map(len, documents))
     if tokens < least:
@@ -207,7 +208,7 @@ def _harness(material: Material) -> Exam:
 
 
 def _fitting(asked: list[Question], tokenizer: Any, context_tokens: int) -> list[Question]:
-    """Return the questions that fit into the context, and warn about the others."""
+    """Return the questions that fit into the context, and warn about questions that do not."""
     possible = fitting(asked, tokenizer, context_tokens)
     if asked and not possible:
         message = f"no question fits in the context of {context_tokens} tokens; raise --context"
@@ -224,7 +225,7 @@ def _fitting(asked: list[Question], tokenizer: Any, context_tokens: int) -> list
 
 
 def _cut(tokenizer: Any, texts: list[str], tokens: int, context: int) -> list[list[int]]:
-    """Return the documents' token ids, each cut at the context, with `tokens` predictions in all."""
+    """Return the documents' token ids, each document cut at the context length, with `tokens` predictions in total."""
     documents: list[list[int]] = []
     for text in texts:
         ids = tokenizer(text)["input_ids"][: min(context, tokens + 1)]
@@ -237,7 +238,8 @@ def _cut(tokenizer: Any, texts: list[str], tokens: int, context: int) -> list[li
 
 
 class _Bar:
-    """One progress bar for all alphas. The length of answers is unknown, so the total is estimated."""
+    """One progress bar for the measurements of all alphas. The total is estimated, because the length of answers is
+    unknown."""
 
     def __init__(self, numbers: Numbers, thresholds: list[float], text_tokens: int, questions: int) -> None:
         self._progress = progress("price", "tokens")
@@ -293,8 +295,8 @@ def _row(price: Price) -> list[str]:
 
 
 def _label(quality: Quality) -> str:
-    """Return the name of a table's row: its settings. With low-precision copies an alpha of 0 is left out, to keep the
-    table narrow."""
+    """Return the name of a table's row: the settings that were measured. With low-precision copies an alpha of 0 is
+    left out, to make the table narrow."""
     numbers = str(quality.numbers)
     return numbers if quality.low and not quality.alpha else f"{numbers} {quality.alpha:g}".lstrip()
 
@@ -306,8 +308,8 @@ def _interval(change: Change | None, is_enough: bool) -> str:
 
 
 def _signed(value: float) -> str:
-    """Format a difference with its sign. Numbers below ten have one decimal; larger ones have none, to keep the table
-    narrow."""
+    """Return a difference with its sign as text. Numbers below ten have one decimal; larger numbers have none, to make
+    the table narrow."""
     return f"{value:+.1f}" if abs(value) < 9.95 else f"{value:+.0f}"
 
 

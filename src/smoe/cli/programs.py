@@ -8,17 +8,17 @@ from typing import NamedTuple
 
 
 class RunningServer(NamedTuple):
-    """A running server, as a program needs it."""
+    """A running server: its address, model and key, which a launched program needs."""
 
     url: str
     """The address, without `/v1`."""
     model: str
     key: str
-    """The API key; any text where the server has none."""
+    """The API key that the program sends. If the server needs no key, any text."""
 
 
 class Program(NamedTuple):
-    """A program and its settings."""
+    """A program that `smoe launch` can start, with its settings for using a server."""
 
     command: str
     install: str
@@ -51,7 +51,7 @@ def _anthropic(server: RunningServer) -> dict[str, str]:
 
 
 def _any(server: RunningServer) -> dict[str, str]:
-    """Return what clients of OpenAI's, Anthropic's and Ollama's APIs read."""
+    """Return the environment variables that clients of OpenAI's, Anthropic's and Ollama's APIs read."""
     ollama = {"OLLAMA_HOST": server.url, "OLLAMA_API_KEY": server.key}
     return {**_openai(server), **_anthropic(server), **ollama}
 
@@ -96,9 +96,10 @@ PROGRAMS = {
         Program("qwen", "npm install -g @qwen-code/qwen-code", _openai),
     )
 }
-"""The programs with settings of their own, by their commands."""
+"""{command: program} of the programs that need settings of their own."""
 
 
 def program_of(command: str) -> Program:
-    """Return a program by its command; any other one has the usual environment variables."""
+    """Return the program with this command. A command that is not in `PROGRAMS` gets the usual environment
+    variables."""
     return PROGRAMS.get(command) or Program(command, "", _any)

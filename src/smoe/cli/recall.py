@@ -98,7 +98,7 @@ class RecallOptions:
     ] = None
 
     def refuse_idle(self) -> None:
-        """Raise `ConfigError` for options of a recall that was not requested."""
+        """Raise `ConfigError` for options of `--recall` if `--recall` is not given."""
         for name in ("draft", "periods", "prompts", "prompt_tokens"):
             if getattr(self, name) is not None:
                 raise ConfigError.idle(name, getattr(self, name), "`recall`")
@@ -114,7 +114,8 @@ class RecallOptions:
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        """Each requested alignment once, as (T, KV): the periods, in tokens, of the token and of keys and values."""
+        """The requested alignments of draft models, each once, as (T, KV): the periods, in tokens, in which they
+        receive the token, and keys and values."""
         words = [word.strip() for word in (_PERIODS if self.periods is None else self.periods).split(",")]
         pairs = [re.fullmatch(r"[Tt](\d{1,7})[ _]?[Kk][Vv](\d{1,7})", word) for word in words]
         if all(pairs):
@@ -148,7 +149,7 @@ def compare_drafts(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure the recall of draft models, print and store it, and draw it if requested."""
+    """Measure the recall of draft models. Print and store it, and draw it if a picture is requested."""
     from smoe.cli.console import gives_json, is_quiet, note, print_json, progress
     from smoe.cli.plot_file import check_folder
     from smoe.eval.draft_recall import compare
@@ -246,8 +247,8 @@ def _check_context(model: str, engine: EngineOptions, config: EngineConfig) -> N
 
 
 def _of_draft(config: EngineConfig, name: str) -> EngineConfig:
-    """Return the configuration of a draft model: that of the model in another precision, with every expert in
-    memory."""
+    """Return the configuration of a draft model: the model's configuration with another precision, and with every
+    expert in memory."""
     whole = replace(config, memory_bytes=None, resident_share=1.0)
     return replace(whole, precision=name) if name in PRECISION else replace(whole, dtype=name)
 
@@ -305,7 +306,7 @@ def _circumstances(model: str, text: Path | None, config: EngineConfig, spec: Li
 
 
 def _print(found: RecallComparison) -> None:
-    """Print the draft models, then the predictors that need none."""
+    """Print the results of the draft models, then those of the predictors that need no draft model."""
     from rich.table import Table
 
     from smoe.cli.console import errors, note

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from smoe.trace.recorder import Recorder
 
 _TOKENS = 2000
-"""The default number of tokens that are read of a text."""
+"""The default number of tokens that the model reads of a text."""
 EPILOG = """Examples:
 
 smoe record --out demo.trace -p "Once upon a time" --max-new-tokens 200
@@ -179,7 +179,8 @@ def record(
 
 
 def _batches(tokenizer: Any, prompts: list[str], engine: Engine) -> list[Batch]:
-    """Return batches of prompts. Raises `ContextError` for a prompt that is too long, before the first one runs."""
+    """Return the prompts in batches of token ids. Raises `ContextError` for a prompt that is too long, before the first
+    prompt runs."""
     from smoe.errors import ContextError
     from smoe.generation.choices import pad_token
     from smoe.generation.generate import encode
@@ -208,7 +209,8 @@ def _most_tokens(batch: Batch, sampling: Sampling, engine: Engine) -> int:
 
 
 def _cut(tokenizer: Any, texts: list[str], tokens: int, context: int) -> list[list[int]]:
-    """Return the documents' token ids, each cut at the context (with a warning), at most `tokens` in all."""
+    """Return the documents' token ids, each document cut at the context length (with a warning), at most `tokens` in
+    total."""
     from smoe.cli.console import warn
 
     documents: list[list[int]] = []
@@ -224,7 +226,7 @@ def _cut(tokenizer: Any, texts: list[str], tokens: int, context: int) -> list[li
 
 
 def _read(model: Any, documents: list[list[int]], recorder: Recorder) -> bool:
-    """Let the model read documents token by token. Return False after an interrupt."""
+    """Let the model read documents token by token, while its routing is recorded. Return False after an interrupt."""
     from smoe.generation.teacher_forcing import forced
 
     try:
@@ -238,7 +240,7 @@ def _read(model: Any, documents: list[list[int]], recorder: Recorder) -> bool:
 
 
 def _generate(model: Any, tokenizer: Any, batches: list[Batch], sampling: Sampling, recorder: Recorder) -> bool:
-    """Continue every batch. Return False after an interrupt."""
+    """Let the model continue every batch of prompts, while its routing is recorded. Return False after an interrupt."""
     from smoe.cli.console import warn
     from smoe.generation.library_batch import continue_batch
 

@@ -145,7 +145,7 @@ def _print(found: dict[str, Any], profile: str | None) -> None:
 
 
 def _check(slots: int | None, resident: str | None, eviction: str, alpha: float, pools: str) -> None:
-    """Raise `ConfigError` for invalid options, before the trace is opened."""
+    """Raise `ConfigError` for invalid options of `smoe replay`, before the trace is opened."""
     if pools not in POOLS:
         raise ConfigError.no_choice("pools", pools, POOLS)
     configure(alpha=alpha)
@@ -166,7 +166,8 @@ def _check(slots: int | None, resident: str | None, eviction: str, alpha: float,
 
 
 def _check_clock(clock: ClockOptions, pools: str) -> None:
-    """Raise `ConfigError` if a simulated time lacks an option, or if an option would have no effect."""
+    """Raise `ConfigError` if an option that a simulated time requires is missing, or if an option would have no
+    effect."""
     from smoe.memory.emulation import read_profile
     from smoe.report.replayed import BALANCE
 
@@ -198,7 +199,7 @@ def _check_clock(clock: ClockOptions, pools: str) -> None:
 
 
 def _on_clock(path: Path, found: dict[str, Any], clock: ClockOptions) -> dict[str, Any]:
-    """Replay the run with the times of a device."""
+    """Replay the recorded run with the times of a device. Return the results, ready for JSON."""
     from smoe.memory.emulation import read_profile
     from smoe.policy.step import Switches
     from smoe.report.replayed import replayed_on
@@ -278,7 +279,7 @@ def _slots(header: TraceHeader, slots: int | None, resident: str | None, pools: 
 
 
 def _policy(name: str, future: Sequence[Routing], header: TraceHeader) -> Eviction:
-    """Return an eviction policy by its name. A policy that needs them gets the future of the trace, and the parameters
+    """Return an eviction policy by its name. The policies that need it get the future of the trace, or the parameters
     that were learned for the model."""
     from smoe.policy.step import observation
 
@@ -312,8 +313,8 @@ def next_use_for(header: TraceHeader) -> NextUse:
 
 
 def _place_of(header: TraceHeader, setting: str, value: str) -> Path:
-    """Return the folder of the trace's model. `value` is the policy or predictor that needs it, for the error
-    message."""
+    """Return the folder of the model that was recorded in the trace. `value`: the policy or predictor that needs this
+    folder, for the error message."""
     from smoe.models.files import local_place
 
     place = local_place(header.model)

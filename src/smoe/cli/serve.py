@@ -312,8 +312,8 @@ def _serve(
 
 
 def _with_libraries(model: str, settings: EngineConfig, note: Callable[[str], None]) -> EngineConfig:
-    """Import the libraries. Return the settings, with a smaller context if the default context does not fit into the
-    budget.
+    """Import the libraries. Return the engine's settings. If the default context does not fit into the memory budget,
+    the settings have a smaller context.
 
     Raises `BudgetError` if no context fits.
     """

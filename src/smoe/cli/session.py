@@ -95,7 +95,7 @@ def _note_draft(report: dict[str, Any] | None) -> None:
 
 
 def _open_to(cluster: str) -> str:
-    """Return in words where a coordinator will listen, and which machines it will admit."""
+    """Return in words on which address the coordinator will listen, and which machines it will admit."""
     from smoe.cluster.address import reach_of
     from smoe.cluster.identity import read_coordinator
 
@@ -105,14 +105,15 @@ def _open_to(cluster: str) -> str:
 
 
 def describe(ledger: Ledger, reason: str, keeps_experts: bool = True) -> str:
-    """Return the budget in one line. `keeps_experts`: whether this machine holds experts while workers are
-    connected."""
+    """Return the division of the memory budget in one line. `keeps_experts`: whether this machine holds experts while
+    workers are connected."""
     experts_text = ledger.residents if keeps_experts else ledger.spare
     return f"budget {format_bytes(ledger.budget_bytes)} ({reason}), {experts_text}"
 
 
 def division(ledger: Ledger, context_tokens: int, config: EngineConfig) -> str:
-    """Return a phrase with the parts of the budget, and the options that would leave more memory for experts."""
+    """Return a phrase with the parts of the memory budget, and with options that would leave more memory for
+    experts."""
     entries = {name: format_bytes(nbytes) for name, nbytes in ledger.entries().items() if nbytes}
     cache, texts = format_bytes(ledger.demand.kv_cache_bytes), format_count(config.max_sequences, "sequence")
     entries["KV cache"] = f"{cache} for {texts} of {context_tokens} tokens"
@@ -146,8 +147,8 @@ class _Checking:
 
 
 class _Watch:
-    """A progress bar that shows how much of a model is loaded, by the growth of the process's resident memory. It
-    starts when the budget is known, after any download, which has bars of its own."""
+    """A progress bar that shows how much of a model is loaded, measured by the growth of the process's resident memory.
+    It starts when the memory budget is known, which is after any download; downloads have bars of their own."""
 
     def __init__(self, title: str) -> None:
         self._bar = Patience(title, self._amount)

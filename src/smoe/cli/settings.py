@@ -22,7 +22,7 @@ OPTION_OF = {
     "unread_seconds": "--unread-timeout",
     "drain_seconds": "--drain",
 } | {name: each.option for name, each in SETTINGS.items() if each.option}
-"""The option of each setting whose option has another name than the setting."""
+"""{setting: its option}, for settings whose option has another name than the setting."""
 SETTABLE = sorted(name for name, each in SETTINGS.items() if not each.option)
 """The settings that have no option of their own, and are given by --set."""
 _HOW = "--set help lists all names"
@@ -64,7 +64,7 @@ def _refusal(given: str, message: str) -> ConfigError:
 
 
 def _did_you_mean(name: str) -> str:
-    """Return a suggestion of a setting with a similar name or option; empty where there is none."""
+    """Return a suggestion of a setting with a similar name or option; empty if no name is similar."""
     given = {setting: setting if setting in SETTABLE else option_of(setting) for setting in SETTINGS}
     given |= {option.strip("-").replace("-", "_"): option for option in given.values() if option.startswith("--")}
     alike = get_close_matches(name, given, n=1, cutoff=_ALIKE)
@@ -90,19 +90,19 @@ def described() -> list[dict[str, str]]:
 
 
 def default_in_words(name: str) -> str:
-    """Return a setting's default as it is given on the command line."""
+    """Return a setting's default as it would be typed on the command line."""
     return SETTINGS[name].left_out if DEFAULTS[name] is None else in_words(DEFAULTS[name])
 
 
 def in_words(value: Any) -> str:
-    """Return a setting's value in the form of the command line."""
+    """Return a setting's value as it would be typed on the command line."""
     if isinstance(value, tuple):
         return ",".join(f"{part:.3g}" for part in value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def listing(width: int) -> str:
-    """Return the text of `--set help`, in lines of `width`."""
+    """Return the text of `--set help`, in lines of `width` characters."""
     first = "Given as --set NAME=VALUE, any number of times. All other settings have options: see --help."
     lines = textwrap.wrap(first, width)
     for entry in described():

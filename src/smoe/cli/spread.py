@@ -76,7 +76,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _refuse_unknown(given: dict[str, Any]) -> None:
-    """Raise an error for a model that does not exist. Called before libraries are imported."""
+    """Raise an error for a model that does not exist. The function is called before libraries are imported."""
     from smoe.models.files import refuse_unknown
 
     revisions = [value.revision for value in given.values() if isinstance(value, EngineOptions)]

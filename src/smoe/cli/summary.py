@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _NONE = "-"
 _MET = 1.1
-"""How much longer than the requested time a token may take, as a factor, so that the time counts as met."""
+"""The factor by which a token may take longer than the requested time, so that the request counts as met."""
 
 
 def print_summary(report: RunReport) -> None:
@@ -111,7 +111,7 @@ def _forecast(report: RunReport) -> str:
 
 
 def _busy(report: RunReport) -> str:
-    """Return a remark if other programs slowed this run."""
+    """Return a remark for the summary if other programs slowed this run; else an empty text."""
     waited = report.generation.waited_share
     if waited is None or waited < BUSY_SHARE:
         return ""
@@ -185,7 +185,7 @@ def _lossy(report: RunReport) -> str:
 
 
 def _replaced(report: RunReport) -> str:
-    """Return the line about substitution."""
+    """Return the line of the summary about substitution."""
     if not report.alpha:
         return ""
     replaced = report.routes.get("substituted", 0.0)
@@ -195,7 +195,7 @@ def _replaced(report: RunReport) -> str:
 
 
 def _by_low_copies(report: RunReport) -> str:
-    """Return the line about low-precision copies."""
+    """Return the line of the summary about low-precision copies."""
     found = report.low_copies
     if not found:
         return ""
@@ -230,7 +230,7 @@ def _memory(report: RunReport | Totals) -> str:
 
 
 def _process(report: RunReport) -> str:
-    """Return the line about the process's peak memory and its parts."""
+    """Return the line of the summary about the process's peak memory and its parts."""
     if report.process is None:
         return _whole(report.process_peak_bytes)
     whole, libraries, budget, scratch = (format_bytes(size) for size in report.process)
@@ -258,7 +258,8 @@ def _limit(report: RunReport) -> str:
 
 
 def waiting(report: RunReport) -> str:
-    """Return in words which activities took the decode time, the largest first; very small shares are left out."""
+    """Return in words on which activities the decode time was spent, the largest first. Very small shares are left
+    out."""
     shares = sorted(report.time_shares.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
 

@@ -25,7 +25,7 @@ _WORDS = {
     "affinity": "affinity",
     "curves": "the miss-ratio curves",
 }
-"""Readable names of figures that are missing in some traces."""
+"""{name of a figure: a readable name}, for figures that are missing in some traces."""
 EPILOG = """Examples:
 
 smoe record demo --text stories.jsonl --tokens 1000 --out demo.trace
@@ -135,7 +135,7 @@ def _write(found: TraceSurvey, out: Path, form: str) -> dict[str, Path]:
 
 
 def _remarks(found: TraceSurvey, out: Path, form: str, drawn: set[str]) -> list[str]:
-    """Return remarks about what is missing in the pictures, and why."""
+    """Return remarks about the pictures: which figures are missing and why, and which files are from an earlier run."""
     from smoe.trace.pictures import PICTURES
 
     remarks = [f"{_WORDS[name]} omitted: {why}" for name, why in found.left_out.items()]

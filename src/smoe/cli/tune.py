@@ -330,7 +330,7 @@ def _print_choice(tuning: Tuning, choice: AlphaChoice) -> None:
 
 
 def _print_json(tuning: Tuning, choice: AlphaChoice | None) -> None:
-    """Print JSON with the same names with and without a budget."""
+    """Print the result as JSON, with the same names whether a time was requested or not."""
     from dataclasses import asdict, fields
 
     from smoe.cli.console import print_json

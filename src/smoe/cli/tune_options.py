@@ -24,7 +24,7 @@ _LOOKED_AT: dict[str, tuple[str, ...]] = {
     "eviction": ("text", "tokens"),
     "tpot": ("text",),
 }
-"""Each measurement of `smoe tune`, named by its option, with the other options that it uses."""
+"""{measurement of `smoe tune`, named by its option: the other options that this measurement uses}."""
 _DEFAULT = "tpot"
 
 

@@ -119,8 +119,8 @@ def _ids(model: str, revision: str | None, text: Path | None, tokens: int, conte
 def _opened(
     stack: ExitStack, model: str, config: EngineConfig, revision: str | None, uses_scores: bool
 ) -> PreTrainedModel:
-    """Return the model, which stays open until `stack` is closed. It provides the scores of all experts if a compared
-    eviction policy may need them."""
+    """Return the loaded model, which stays open until `stack` is closed. Its routers return the scores of all experts
+    if a compared eviction policy may need them."""
     from smoe.cli.session import loaded
 
     if uses_scores:
@@ -140,8 +140,8 @@ def _interrupted_in_words() -> Iterator[None]:
 
 
 def _won(found: Tournament, share: float, source: str, machine: str) -> Winner:
-    """Return the winner in the form in which it is stored. If the usual policy won, `auto` is stored: it changes
-    nothing."""
+    """Return the winner of a tournament in the form in which it is stored. If the usual policy won, `auto` is stored,
+    which changes nothing."""
     from smoe.load.winners import Winner
 
     first, second = found.winner, found.entrants[min(1, len(found.entrants) - 1)]
@@ -173,7 +173,7 @@ def _print(found: Tournament, model: str) -> None:
 
 
 def _verdict(found: Tournament) -> str:
-    """Return in words why the winner has won."""
+    """Return in words why this candidate has won the tournament."""
     from smoe.eval.tournament import LEAD
 
     usual = next(entrant for entrant in found.entrants if entrant.name == found.baseline)
@@ -197,8 +197,8 @@ def _less(entrant: Entrant, usual: Entrant) -> float:
 
 
 def _absent(found: Tournament, model: str) -> list[str]:
-    """Return lines about policies that were not compared: one line for all that lack the same thing, with the command
-    to run first."""
+    """Return lines about policies that did not take part. Policies that lack the same thing share a line, which has the
+    command that makes it."""
     lines = [
         f"{name} did not take part: {refused.why}" for name, refused in found.refused.items() if not refused.lacking
     ]

@@ -115,7 +115,8 @@ class _Course:
 def _recorded(
     model: str, engine: EngineOptions, traces: list[Path], text: Path | None, tokens: int | None
 ) -> Iterator[list[Path]]:
-    """Yield the traces to fit on: the given ones, or a temporary trace of the model reading the text."""
+    """Yield the traces to which the predictor is fitted: the given ones, or a temporary trace of the model while it
+    reads the text."""
     from smoe.cli.record import record
     from smoe.eval.texts import read_documents
     from smoe.generation.sampling import Sampling
@@ -133,7 +134,8 @@ def _recorded(
 
 
 def _print(found: PredictorTuning) -> None:
-    """Print how the fitting went, and the accuracy of every predictor on every trace, compared with the paper's."""
+    """Print the course of the fitting, and the accuracy of every predictor on every trace, compared with the
+    paper's."""
     from rich.table import Table
 
     from smoe.cli.console import output

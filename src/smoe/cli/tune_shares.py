@@ -43,7 +43,8 @@ def tune_shares(
 
 
 def _read(model: str, engine: EngineOptions, text: Path | None, tokens: int) -> ImportanceProfile:
-    """Return the profile of a text that the model itself reads, without low-precision copies and substitution."""
+    """Return the importance profile of a text that the model itself reads, without low-precision copies and
+    substitution."""
     from dataclasses import replace
 
     from smoe.cli.console import progress
@@ -65,7 +66,7 @@ def _read(model: str, engine: EngineOptions, text: Path | None, tokens: int) -> 
 
 
 def _recorded(model: str, engine: EngineOptions, path: Path, tokens: int) -> ImportanceProfile:
-    """Return the profile of a recorded run of this model."""
+    """Return the importance profile of a recorded run of this model."""
     from itertools import takewhile
 
     from smoe.eval.profile_importance import profile_recorded

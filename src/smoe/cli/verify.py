@@ -154,7 +154,7 @@ def _check_pack(model: str, precision: str, revision: str | None, reference: Ref
 
 
 class _PartLines:
-    """Prints one line for the parts of a layer in a pass."""
+    """Prints one line for all compared parts of a layer in a pass."""
 
     def __init__(self, is_quiet: bool) -> None:
         self._is_quiet = is_quiet
@@ -169,7 +169,7 @@ class _PartLines:
         self._line.append(comparison)
 
     def end(self) -> None:
-        """Print the current line."""
+        """Print the line of the present layer."""
         if self._line and not self._is_quiet:
             _print_line(self._line)
         self._line = []
