@@ -64,8 +64,8 @@ def last_rows(routing: Routing) -> list[int]:
     """Return the rows of the last tokens of each sequence, without padding: `LAST_TOKENS` in total, but at least one
     for each sequence.
 
-    The rows are sorted from the oldest to the newest, alternating between sequences, as if these had been decoded
-    together. So a policy that prefers the newest rows treats all sequences alike.
+    The rows are sorted from the oldest to the newest, alternating between sequences, as if the sequences had been
+    decoded together. So a policy that prefers the newest rows treats all sequences alike.
     """
     rows, padding = routing.top_k_index, routing.experts
     length, share = len(rows) // routing.sequences, max(1, LAST_TOKENS // routing.sequences)

@@ -42,8 +42,8 @@ class Allowed(ABC):
 
     @abstractmethod
     def parse(self, name: str, text: Any) -> Any:
-        """Return the value that `text` stands for. Raise `ConfigError` if it stands for none. Bounds are not checked
-        here."""
+        """Return the value for which `text` stands. Raise `ConfigError` if it stands for no value. Bounds are not
+        checked here."""
 
     def refusal(self, name: str, value: Any) -> ConfigError:
         """Return the error for the setting `name` with a value that is not allowed."""

@@ -16,8 +16,8 @@ _FIRST_PAUSE_SECONDS = 0.002
 
 
 def partial_of(path: Path) -> Path:
-    """Return the path of this process's temporary file for `path`. It is in the same folder, so that one rename
-    completes it."""
+    """Return the path of the temporary file that this process writes in place of `path`. It is in the same folder, so
+    that renaming it completes the file."""
     return path.with_name(f"{path.name}.partial-{os.getpid()}")
 
 

@@ -74,8 +74,8 @@ def measure_cells(
     on_start: Callable[[TableCell], None],
     on_end: Callable[[Measurement], None],
 ) -> list[Measurement]:
-    """Run all measurements in order, after a warm-up of a few tokens. After an interrupt, return those that are
-    complete."""
+    """Run all measurements in order, after a warm-up of a few tokens. After an interrupt, return the measurements that
+    are complete."""
     measurements: list[Measurement] = []
     _run(model, tokenizer, TableCell(16, WARM_UP_TOKENS, 1), seed)
     engine: Engine = model.offload  # type: ignore[assignment]

@@ -131,8 +131,8 @@ def opened(model: str, memory_bytes: int | None, slots: int | None, precision: s
 
 
 def token_file() -> Path | None:
-    """Return the path of the file with Ray's token if other users can read it, else None. Ray itself makes it readable
-    for all users."""
+    """Return the path of the file that contains Ray's token, if other users can read it; else None. Ray itself creates
+    the file readable for all users."""
     if os.name != "posix" or os.environ.get("RAY_AUTH_TOKEN"):
         return None
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")

@@ -127,8 +127,8 @@ def _serve(me: Worker, model: str, room: WorkerRoom, threads: int | None, precis
 
 
 def serve_until_signal(talking: Talking) -> None:
-    """Run `serve` until a signal. The first signal ends the loop between two turns, because a library's callback might
-    swallow an exception within a turn. A second signal raises `KeyboardInterrupt` at once."""
+    """Run `serve` until a signal. The first signal ends the loop of `serve` between two of its turns, because a
+    library's callback might swallow an exception within a turn. A second signal raises `KeyboardInterrupt` at once."""
     from smoe.cli.interrupts import answered_by, check
 
     def on_signal(_: int) -> None:

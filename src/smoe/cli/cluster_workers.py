@@ -34,8 +34,9 @@ def draft_of(name: str) -> str:
 
 
 def local_workers(name: str, count: int, draft: bool = False) -> tuple[Coordinator, list[str]]:
-    """Return the cluster, whose workers this process supervises from now on, and the names of their folders; a draft
-    model (`draft`) has one more. Raises `ClusterError` where another process supervises them."""
+    """Create the records of `count` workers of a cluster on this machine, and of its draft model if `draft`. This
+    process supervises them from now on. Return the cluster and the workers' names. Raises `ClusterError` if another
+    process supervises them."""
     from smoe.cluster.identity import (
         KeyPair,
         Worker,
@@ -64,8 +65,9 @@ def _started(line: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 def keep_running(lines: Mapping[str, Sequence[str]], on_started: Callable[[], None] = lambda: None) -> None:
-    """Start the workers, restart those that end, and end all of them with this process. `on_started` is called after
-    all have been started. A worker that the coordinator refuses is not restarted."""
+    """Start the workers, given as {name: command line}, restart workers that end, and end all of them with this
+    process. `on_started` is called when all have been started. A worker that the coordinator refuses is not
+    restarted."""
     from smoe.cli.console import warn
 
     running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}

@@ -157,15 +157,16 @@ def _of_preset(error: SmoeError) -> list[str]:
 
 
 def _sequences_typed() -> str:
-    """Return the option --max-sequences for a printed `smoe plan`, if the failed command serves several texts; else an
-    empty text."""
+    """Return the option `--max-sequences N` for the command `smoe plan` that is suggested after an error, if the failed
+    command serves several texts; else an empty text."""
     if sys.argv[1:2] != ["serve"]:
         return ""
     return f" --max-sequences {typed_value(['--max-sequences']) or SERVED_SEQUENCES}"
 
 
 def _not_of_plans() -> list[str]:
-    """Return the typed options that must be left out of a printed `smoe plan`: those that it refuses, and --memory."""
+    """Return the options that the user typed and that must be left out of the suggested command `smoe plan`: those that
+    it does not accept, and --memory."""
     typed = {option: typed_value([option]) for option in ("--cluster", "--preset", "--prefetch")}
     refused = {"--preset": ("cluster", "od-moe"), "--prefetch": (DRAFT,)}
     return ["--memory"] + [

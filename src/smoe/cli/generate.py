@@ -221,8 +221,8 @@ def _identity(model: str, sampling: SamplingOptions) -> dict[str, object]:
 
 
 def _show_prompt(texts: list[str]) -> None:
-    """Print a short prompt before its continuation, if the output is a terminal. It goes to stderr, because stdout has
-    only the new text."""
+    """Print a short prompt before its continuation, if the output is a terminal. The prompt goes to stderr, because
+    stdout gets only the new text."""
     from smoe.cli.console import errors, is_quiet
 
     if is_quiet():
@@ -259,8 +259,8 @@ def _after(stop: Callable[[], None], write: OnText | None, say: OnText | None) -
 
 @contextmanager
 def _shown(ready: PreTrainedModel, model: str, texts: list[str], watch: bool) -> Iterator[OnText | None]:
-    """Show the run on a page, if requested, for the duration of the `with` block, which begins when a browser opens it.
-    Yield a function that passes text to the page."""
+    """If requested, show the run on the page `/watch` during the `with` block, which begins when a browser opens the
+    page. Yield a function that passes text to the page."""
     if not watch:
         yield None
         return

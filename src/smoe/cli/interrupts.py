@@ -88,8 +88,9 @@ def ending_in_order(*, as_json: bool) -> Iterator[None]:
 
 @contextmanager
 def at_the_first() -> Iterator[None]:
-    """Let one signal end the command, even if its `KeyboardInterrupt` is swallowed or becomes another error. A second
-    signal has no effect, because the command is ending; a third one ends it at once."""
+    """During the `with` block, let the first signal end the command, even if its `KeyboardInterrupt` is swallowed or
+    becomes another error. A second signal has no effect, because the command is already ending. A third signal ends it
+    at once."""
     _state.ends_at_the_first = True
     try:
         yield

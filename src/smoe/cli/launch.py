@@ -130,7 +130,8 @@ def _check_needless(served: RunningServer, given: Sequence[str]) -> None:
 
 @contextmanager
 def _started(given: Sequence[str], log: IO[str]) -> Iterator[Popen[str]]:
-    """Start `smoe serve` in a session of its own, which Ctrl-C in the terminal does not reach; end it afterwards."""
+    """Start `smoe serve`, and end it after the `with` block. The server runs in a session of its own, so that Ctrl-C in
+    the terminal does not reach it."""
     from smoe.cli.console import note
 
     note(f"starting smoe serve {' '.join(given)}")

@@ -72,7 +72,7 @@ _SET = typer.Option(
 
 
 def _attribute(option: str) -> str:
-    """Return the name of the attribute in which the parser of the command line stores an option."""
+    """Return the attribute name of a command line option, such as `max_sequences` for `--max-sequences`."""
     return option.removeprefix("--").replace("-", "_")
 
 
@@ -158,7 +158,8 @@ class _Configurable:
 if TYPE_CHECKING:
 
     class EngineOptions(_Configurable):
-        """The options of the engine: those of `EngineConfig` that have one, a preset, and any other setting."""
+        """The options of the engine: those that settings of `EngineConfig` declare, a preset, and `--set` for all other
+        settings."""
 else:
     EngineOptions = make_dataclass("EngineOptions", _fields(), bases=(_Configurable,), frozen=True)
 
@@ -208,7 +209,7 @@ def substituting(options: EngineOptions, sequences: int = 1) -> EngineConfig:
 
 
 def perplexity_share(given: str) -> float:
-    """Return a typed increase of perplexity, such as 1%, as a share (0.01)."""
+    """Return the increase of perplexity that the user typed, such as 1%, as a fraction (0.01)."""
     share: float = SETTINGS["max_perplexity_increase"].allowed.parse("max_perplexity_increase", given)
     return share
 

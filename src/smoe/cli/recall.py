@@ -213,8 +213,8 @@ def _exact(engine: EngineOptions, needed: int) -> EngineConfig:
 def _all_loaded(
     model: str, engine: EngineOptions, config: EngineConfig, precisions: list[str]
 ) -> Iterator[tuple[PreTrainedModel, LibrarySpec, dict[str, PreTrainedModel]]]:
-    """Yield (the model, its description, the draft models by precision). The draft models are loaded first, with all
-    experts; the model gets the given budget or the remaining memory."""
+    """Yield (the model, its description, {precision: draft model}). The draft models are loaded first, with all of
+    their experts. The model gets the given memory budget, or the memory that remains."""
     from smoe.cli.session import loaded
     from smoe.models.read_spec import read_spec
 

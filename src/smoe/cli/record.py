@@ -202,8 +202,8 @@ def _batches(tokenizer: Any, prompts: list[str], engine: Engine) -> list[Batch]:
 
 
 def _most_tokens(batch: Batch, sampling: Sampling, engine: Engine) -> int:
-    """Return the largest number of rows that a batch adds to each layer of the trace: with padding, and without the
-    last new token, which the model does not read."""
+    """Return the largest number of rows that a batch of prompts adds to each layer of the trace. Padding counts. The
+    last new token does not, because the model does not process it."""
     rows, width = batch.input_ids.shape
     return int(rows * (min(width + sampling.max_new_tokens, engine.context_tokens) - 1))
 

@@ -289,7 +289,8 @@ def _policy(name: str, future: Sequence[Routing], header: TraceHeader) -> Evicti
 
 
 def _predictor(name: str, header: TraceHeader) -> Predictor | None:
-    """Return a predictor by its name, with the parameters that were fitted for the trace's model if it needs them."""
+    """Return a predictor by its name. A predictor that needs them gets the parameters that were fitted for the trace's
+    model."""
     from smoe.prediction.history import HistoryInputs
     from smoe.trace.paths import routed_layers
 

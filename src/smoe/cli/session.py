@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 def loaded(
     model: str, config: EngineConfig, revision: str | None, prompts: Sequence[str] = ()
 ) -> Iterator[PreTrainedModel]:
-    """Yield the model with its engine, which is closed at the end of the `with` block. Print the budget, its reason and
-    its parts.
+    """Yield the loaded model with its engine, which is closed after the `with` block. Print the memory budget, the
+    reason for its size, and its parts.
 
     Empty `prompts` are refused before the weights are read.
     """

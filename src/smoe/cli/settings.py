@@ -38,10 +38,10 @@ def option_of(setting: str) -> str:
 
 
 def settings_of(given: Sequence[str]) -> dict[str, Any]:
-    """Parse `["prefill_keep=eviction"]` to {"prefill_keep": "eviction"}.
+    """Return {setting: value} from the texts NAME=VALUE of the option --set.
 
-    Raises `ConfigError` for an unknown setting, one that has an option, one given twice, or an invalid value;
-    `EngineConfig` checks bounds.
+    Raises `ConfigError` for an unknown setting, a setting that has an option of its own, a setting given twice, or an
+    invalid value. Bounds are checked by `EngineConfig`.
     """
     found: dict[str, Any] = {}
     for text in given:

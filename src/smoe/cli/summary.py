@@ -119,7 +119,8 @@ def _busy(report: RunReport) -> str:
 
 
 def _beyond(report: RunReport) -> str:
-    """Return a remark if the requested time per token was not met, with what to change; else an empty text."""
+    """Return a remark if the tokens took longer than the requested time per token. It says what to change. Otherwise
+    return an empty text."""
     asked, median = report.tpot_asked_seconds, report.generation.tpot_median_seconds
     if asked is None or median is None or median <= _MET * asked:
         return ""
@@ -136,7 +137,8 @@ def _experts(report: RunReport) -> str:
 
 
 def _workers(report: RunReport) -> str:
-    """Return the lines about the workers of a cluster: how many there were, what they computed, and which were lost."""
+    """Return the summary's lines about the workers of a cluster: how many there were, what they computed, and which
+    were lost."""
     if report.workers is None:
         return ""
     if not report.workers:

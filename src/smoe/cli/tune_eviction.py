@@ -10,7 +10,8 @@ from smoe.cli.options import EngineOptions
 def tune_eviction(
     model: str, engine: EngineOptions, traces: list[Path], held_out: list[Path], passes: int | None, as_json: bool
 ) -> None:
-    """Train the policy's estimate of each expert's next use; store it, and print its misses."""
+    """Train the eviction policy's estimate of each expert's next use on traces. Store the estimate, and print the
+    misses of each policy."""
     from smoe.cli.console import note, print_json, progress
     from smoe.cli.eviction_table import print_evictions
     from smoe.cli.keeping import ResultDestination

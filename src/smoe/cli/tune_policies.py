@@ -27,7 +27,7 @@ TOKENS = 400
 def tune_policies(model: str, engine: EngineOptions, text: Path | None, tokens: int, as_json: bool) -> None:
     """Run the requested tournaments, store the winners, and print them.
 
-    Winners are stored at the end: an interrupt leaves the earlier ones.
+    The winners are stored only after all tournaments, so an interrupt leaves earlier results valid.
     """
     from smoe.cli.console import note, print_json, progress
     from smoe.cli.keeping import ResultDestination

@@ -83,7 +83,8 @@ def tune_predictor(
 
 
 class _Course:
-    """Receives the number of finished training epochs. After the first one it prints how long training will take."""
+    """Receives the number of finished training epochs. After the first epoch it prints how long the training will
+    take."""
 
     def __init__(self, bars: Progress, task: TaskID) -> None:
         self._bars, self._task = bars, task

@@ -47,8 +47,8 @@ def checked_address(given: str) -> str:
 
 
 def check_own(address: str) -> None:
-    """Raise `ClusterError` for an address that this machine does not have, so that the coordinator could not listen on
-    it. Names are not checked, because they may resolve differently later."""
+    """Raise `ClusterError` if the coordinator cannot listen on this IP address, because the machine does not have it.
+    Names are not checked, because they may resolve differently later."""
     ip = _ip(_parts(checked_address(address))[0])
     if ip is None:
         return

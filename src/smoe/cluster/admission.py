@@ -38,7 +38,8 @@ class Admission:
         return self._let_in(name, key, fields.get("code"))
 
     def note_role(self, key: str, is_draft: bool) -> None:
-        """Record whether the machine with this key runs a draft model, so that the coordinator's later runs know it."""
+        """Record in the cluster's file whether the machine with this key runs a draft model. Later runs of the
+        coordinator read this."""
         name = self.name_of(key)
         if name is None or (name in self.coordinator.drafts) == is_draft:
             return

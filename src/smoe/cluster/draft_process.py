@@ -35,7 +35,8 @@ _log = logging.getLogger(__name__)
 
 
 class Along(Protocol):
-    """A copy of the model that follows the coordinator's text. Only the thread that receives messages may call it."""
+    """A draft model: a copy of the model in fewer bits that decodes the coordinator's text at the same time. Only the
+    thread that receives messages may call it."""
 
     @property
     def capacity(self) -> int:
@@ -164,7 +165,7 @@ class DraftProcess(Talking):
             self._opening.start()
 
     def _wait_for(self, words: str) -> None:
-        """Report the reason for which the draft model waits, if it has not been reported yet."""
+        """Report the reason `words` for which the draft model waits, unless it was the last reason reported."""
         if words and words != self._waits_for:
             self._on_change(words)
         self._waits_for = words

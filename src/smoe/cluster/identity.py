@@ -132,7 +132,8 @@ def is_name(name: str) -> bool:
 
 
 def checked_name(name: str, setting: str = "cluster") -> str:
-    """Return a valid name of a cluster or worker. Raises `ClusterError` for a name that cannot be a file name."""
+    """Return `name` if it is allowed for a cluster or worker. Raises `ClusterError` for a name that cannot be a file
+    name."""
     if not is_name(name):
         raise ClusterError(
             f"`{setting}` is {name!r:.80}; a name consists of letters, digits, '.', '_' and '-', and begins with a "

@@ -74,7 +74,8 @@ class WorkerState(Enum):
 
 @dataclass
 class Member:
-    """One worker. The link's thread changes its state and times, the computing thread the experts that it holds."""
+    """The coordinator's record of one worker. The link's thread changes the state and the times; the computing thread
+    changes the experts that the worker holds."""
 
     unit: int
     """The worker's number in plans."""
@@ -177,7 +178,7 @@ class Member:
         return missing
 
     def will_use(self, keys: Sequence[ExpertKey]) -> int:
-        """Record a request for these experts. Return how many of them it must load."""
+        """Record that the worker gets a request for these experts. Return how many of them it must load."""
         missing = self.will_hold(keys)
         if self.uses >= _LATE_USES:
             self.uses, self.brought = self.uses // 2, self.brought // 2
@@ -185,7 +186,7 @@ class Member:
         return missing
 
     def will_bring(self, keys: Sequence[ExpertKey]) -> list[ExpertKey]:
-        """Record that these experts are announced to the worker. Return those that it must load."""
+        """Record that these experts are announced to the worker. Return the experts that it must load."""
         missing = [key for key in keys if key not in self._holds]
         self._expected = set(keys)
         self.brought += self.will_hold(missing)

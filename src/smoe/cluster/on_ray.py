@@ -125,10 +125,11 @@ class Actor:
 
 
 def join_ray(address: str, is_open_allowed: bool, shows_logs: bool) -> Any:
-    """Return the module `ray`, connected to a running cluster: `HOST:PORT` of its head, or `auto` for this machine's.
+    """Connect to a running Ray cluster and return the module `ray`. The cluster is given as `HOST:PORT` of its head, or
+    as `auto` for the cluster of this machine.
 
-    Raises `ConfigError` without the package; `ClusterError` without such a cluster, or if it accepts any program that
-    reaches its ports (unless `is_open_allowed`).
+    Raises `ConfigError` if the package ray is missing. Raises `ClusterError` if there is no such cluster, or if the
+    cluster accepts any program that reaches its ports (unless `is_open_allowed`).
     """
     if address == "local" or "://" in address:  # for Ray: start one; or be no node of it
         raise ClusterError(
@@ -176,10 +177,10 @@ def check_ray() -> None:
 
 
 def _answers(address: str, mode: str) -> bool:
-    """Return whether the head accepts a connection with a token (`mode` token) or without (disabled). Another process
-    connects, because Ray reads its settings once in a process's life.
+    """Return whether the head of a Ray cluster accepts a connection with a token (`mode` token) or without one (`mode`
+    disabled). A separate process connects, because Ray reads its settings only once in a process.
 
-    Raises `ClusterError` where the head does not answer.
+    Raises `ClusterError` if the head does not answer.
     """
     line, environment = code_line(_PROBE, address), child_environment() | {"RAY_AUTH_MODE": mode}
     try:

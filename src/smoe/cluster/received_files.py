@@ -88,7 +88,8 @@ class ReceivedFiles:
         return self._folder / f"{self._sent.files[number].name}.part"
 
     def _look_at(self, number: int, file: SentFile) -> None:
-        """Compare a file of the folder with its checksums, and record its missing chunks."""
+        """Compare an existing file, complete or partial, with the manifest's checksums. Record which chunks are
+        missing."""
         path, part = self._folder / file.name, self._part(number)
         for each in (path, part):
             if (each.exists() or each.is_symlink()) and not each.is_file():
@@ -116,7 +117,8 @@ class ReceivedFiles:
         self.missing_bytes += sum(self._sent.files[number].chunk_bytes(chunk) for chunk in chunks)
 
     def _finish(self, number: int) -> None:
-        """Read the complete file again, verify its SHA-256, and rename it from `.part`."""
+        """Read a file whose chunks are all there again, and verify its SHA-256. Then rename it from its `.part`
+        name."""
         file, part = self._sent.files[number], self._part(number)
         with part.open("r+b") as written:
             os.fsync(written.fileno())

@@ -62,8 +62,8 @@ class SummedFiles(NamedTuple):
 
 
 class Courier:
-    """Sends files to workers. The thread of the sockets calls `receive` and `turn`; `close` ends the thread that reads
-    the files."""
+    """Sends the coordinator's model files to workers. The thread that owns the sockets calls `receive` and `turn`;
+    `close` ends the thread that reads the files."""
 
     def __init__(
         self,
@@ -98,7 +98,8 @@ class Courier:
         self._thread = threading.Thread(target=self._run, name="smoe-courier", daemon=True)
 
     def begin(self, ring: Callable[[], None]) -> None:
-        """Start the thread. `ring` makes the sockets' thread call `turn` soon; any thread may call `ring`."""
+        """Start the thread that reads the files. `ring` makes the sockets' thread call `turn` soon; any thread may call
+        `ring`."""
         self._ring = ring
         self._thread.start()
 
@@ -160,8 +161,9 @@ class Courier:
         return self._admitted(key, fields)
 
     def turn(self, is_quiet: bool, send: Send) -> None:
-        """Send the next piece of a model file unless the network is busy. `is_quiet` is false while a thread waits for
-        an expert; pieces then wait for a calm moment."""
+        """Send the next piece of a model file, if the network is not needed for requests. `is_quiet`: whether no thread
+        waits for an expert; otherwise nothing is sent. Until `CALM_SECONDS` after the last request, only one piece is
+        sent in each gap between two requests."""
         now = self._clock()
         if not is_quiet:
             self._quiet.clear()
@@ -220,7 +222,7 @@ class Courier:
         return len(self._ready) < _MOST_READY and any(asker.wanted for asker in self._askers.values())
 
     def _fetch(self, known: SummedFiles, route: bytes, place: PiecePosition) -> None:
-        """Read a piece when the rate allows it, and queue it for sending."""
+        """Read one piece of a file as soon as the allowed rate permits it, and queue the piece for sending."""
         while (left := self._pace.left_seconds()) > 0 and not self._is_ending:
             self._sleep(left)
         sent = known.manifest.files[place.file]

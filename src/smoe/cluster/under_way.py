@@ -63,7 +63,7 @@ class UnderWay:
 
     @property
     def needs_rescue(self) -> bool:
-        """Whether the coordinator's own unit is computing a request."""
+        """Whether the coordinator's own compute unit is computing a request in place of a worker."""
         return any(request.unit == DEVICE for request in self._requests.values())
 
     def owes(self, member: Member) -> bool:

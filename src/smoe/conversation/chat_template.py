@@ -15,8 +15,8 @@ _DEVELOPER = Conversation([{"role": "developer", "content": _INSTRUCTION}, {"rol
 
 
 class ChatTemplate:
-    """The chat template of one tokenizer. If the template fails on a conversation, it is tried with the conversation in
-    other forms (`conversation.py`)."""
+    """The chat template of one tokenizer. If the template fails on a conversation, it is applied to equivalent forms of
+    the conversation (`conversation.py`)."""
 
     def __init__(self, tokenizer: Any, process: TemplateProcess | None = None) -> None:
         self._tokenizer = tokenizer
@@ -37,8 +37,8 @@ class ChatTemplate:
     def write(
         self, conversation: Conversation, variables: dict[str, Any] | None = None, ending: Ending = NEW_ANSWER
     ) -> str:
-        """Return the conversation as text. It ends where the model should answer or continue. `variables`: further
-        variables for the template. Raise `ChatTemplateError` if the template fails."""
+        """Return the conversation as text, which ends at the point where the model should answer or continue.
+        `variables`: further variables for the template. Raise `ChatTemplateError` if the template fails."""
         if any(message["role"] == "developer" for message in conversation.messages) and not self._takes_developer():
             conversation = developer_as_system(conversation)
         return self._written(conversation, variables or {}, ending)

@@ -112,8 +112,8 @@ def _is_mark(text: str) -> bool:
 
 
 def _first_of(texts: Iterable[str]) -> str:
-    """Return a regular expression for the first character of each occurrence of any of `texts`, also of those that
-    overlap. Each text must have two characters or more."""
+    """Return a regular expression that matches the first character of each occurrence of any of `texts`, even if
+    occurrences overlap. Each text must have two characters or more."""
     tree: dict[str, Any] = {}
     for text in texts:
         branch = tree
@@ -171,7 +171,8 @@ def _texts(value: Any) -> Iterable[str]:
 
 
 def _mapped(value: Any, change: Any) -> Any:
-    """Return lists and dictionaries with `change` applied to all texts in them, including keys."""
+    """Return a copy of nested lists and dictionaries in which `change` has been applied to all texts, including
+    keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):

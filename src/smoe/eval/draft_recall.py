@@ -50,8 +50,8 @@ class RecallComparison:
 
     @property
     def best_gate(self) -> tuple[str, Recall] | None:
-        """The name and results of the best predictor among those that apply a later layer's router; None if there is
-        none."""
+        """The name and recall of the best predictor among those that apply the router of a later layer; None if there
+        is no such predictor."""
         gates = {name: recall for name, recall in self.predictors.items() if name.startswith((GATE, CORRECTED))}
         return max(gates.items(), key=lambda named: named[1].overall) if gates else None
 
@@ -123,8 +123,8 @@ def compare(
 
 
 def replay(draft: Draft, run: ExactRun, alignment: Alignment, tick: Tick) -> tuple[np.ndarray, int]:
-    """Return (the predictions of a draft model for every token of `run` [n, L, K + spares], the number of tokens that
-    it predicted itself)."""
+    """Let a draft model follow the recorded run `run`. Return (its predictions for every token [n, L, K + spares], the
+    number of tokens that it predicted itself)."""
     steps, layers, top_k = run.chosen.shape
     named, agreed = np.full((steps, layers, top_k + SPARES), NO_EXPERT, dtype=np.int64), 0
     draft.read(run.prompt)

@@ -34,7 +34,7 @@ def refused_by(error: Exception) -> Refused:
 
 
 def evictions_of(model: PreTrainedModel, spec: LibrarySpec) -> tuple[dict[str, EvictionSettings], dict[str, Refused]]:
-    """Return ({policy: its settings} of those that can take part, {other policy: the reason}).
+    """Return ({policy: its settings} of the policies that can take part, {policy: the reason} of the others).
 
     `learned` uses the estimate that was trained for the model. `multidimensional` uses the weights that were fitted for
     the model, if there are any.

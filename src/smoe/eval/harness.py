@@ -41,7 +41,8 @@ class StepwiseLM(LM):  # type: ignore[misc]
         return [reader.likelihood(context or start, continuation) for context, continuation in _arguments(requests)]
 
     def _end(self) -> str:
-        """Return the text of the end token. An empty context starts with it if the tokenizer has no start token."""
+        """Return the text of the end token. An empty context is replaced by this text if the tokenizer has no start
+        token."""
         ends = sorted(end_tokens(self._model, self._tokenizer))
         return str(self._tokenizer.decode(ends[:1]))
 

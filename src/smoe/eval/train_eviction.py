@@ -198,8 +198,9 @@ def _second_part(histories: Sequence[_History], rate: float, weights: np.ndarray
 def _context_and_missing(
     history: _History, mean: np.ndarray, rate: float, weights: np.ndarray, progress: _TokenProgress
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays [T, L, E], without the last tokens: the context, which contains fading choices as differences
-    from the mean, and the first part's error in units of its standard deviation."""
+    """Return two arrays [T, L, E], without the last tokens of the trace. The first is the context: fading counts of
+    choices, as differences from their mean. The second is the error of the estimate's first part, in units of its
+    standard deviation."""
     tokens = max(0, len(history.uses) - _UNSEEN)
     context, missing = np.zeros((2, tokens, *mean.shape), dtype=np.float32)
     now = np.zeros_like(mean)

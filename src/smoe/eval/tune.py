@@ -53,7 +53,7 @@ _FORMAT = 3
 
 @dataclass(frozen=True)
 class Tuning:
-    """The measured time per token of one model with one budget on this machine, for each alpha."""
+    """The times per token that were measured for each alpha, for one model and memory budget on this machine."""
 
     circumstances: dict[str, Any]
     alphas: list[float]
@@ -84,7 +84,8 @@ class Tuning:
 
     @property
     def half_range_seconds(self) -> list[float]:
-        """For every alpha, its noise: half of the difference between its fastest and its slowest round, in seconds."""
+        """For every alpha, the noise of its time: half of the difference between its fastest and its slowest round, in
+        seconds."""
         return half_ranges(self.seconds)
 
     @property
@@ -185,7 +186,7 @@ class AlphaChoice:
 def measure_times(
     model: PreTrainedModel, alphas: Sequence[float], ids: Sequence[int], circumstances: dict[str, Any], tick: Tick
 ) -> Tuning:
-    """Return the time per token for every alpha, measured in several rounds over all of them."""
+    """Return the time per token for every alpha. It is measured in several rounds, each of which runs every alpha."""
     context_tokens = model.offload.context_tokens  # type: ignore[union-attr]
     if context_tokens < turn_tokens():
         raise ConfigError(

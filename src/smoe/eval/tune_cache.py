@@ -68,8 +68,8 @@ def tune_cache(
     passes: int,
     tick: Callable[[int, int], None],
 ) -> CacheTuning:
-    """Fit the weights to the first `passes` passes of each trace. Return them with the penalties of every policy on
-    these and on the held-out traces.
+    """Fit the weights to the first `passes` passes of each trace. Return the weights, and the penalties of every policy
+    on these traces and on the held-out traces.
 
     `tick`: as for `best_weights`. Raise `ConfigError` if the cache holds every expert, or for traces of another model,
     and `TraceError` for files that are not traces.

@@ -70,8 +70,8 @@ def tune_eviction(
     passes: int | None,
     tick: Tick,
 ) -> EvictionTuning:
-    """Train the estimate on the first `passes` passes of each trace (None: all). Return it with the misses of every
-    policy, in the first `COUNTED` passes of these and of the held-out traces, each from an empty cache.
+    """Train the estimate on the first `passes` passes of each trace (None: all). Return the estimate, and the misses of
+    every policy in the first `COUNTED` passes of these traces and of the held-out traces, each from an empty cache.
 
     Raise `ConfigError` if the cache holds every expert, and for traces of another model or short traces. Raise
     `TraceError` for files that are not traces.

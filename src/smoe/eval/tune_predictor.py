@@ -47,7 +47,7 @@ _TIMED = 200
 
 @dataclass(frozen=True)
 class PredictionRates:
-    """How often one predictor is right, and how long it takes."""
+    """The rates at which one predictor is right, and the time that a prediction takes."""
 
     exact: float
     at_least_one: float

@@ -76,7 +76,8 @@ class Chat:
         self._loop = DecodeLoop(self._model, self._tokenizer)
 
     def _next_turn(self, message: str) -> tuple[str, list[int]]:
-        """Return (the text of the conversation with `message`, its tokens). The text is empty without a template."""
+        """Return the conversation with `message` added, as (its text, its tokens). The text is empty if there is no
+        template."""
         if self.has_template:
             turns = [*self._messages, {"role": "user", "content": message}]
             try:
@@ -90,8 +91,9 @@ class Chat:
         return "", self._without_end() + self._plain("\n" + message)
 
     def _tokens_of(self, written: Written) -> list[int]:
-        """Return the tokens of a rendered conversation. Earlier messages have the same tokens as before, because the
-        text of a generated answer may be tokenized differently than it was generated."""
+        """Return the tokens of a rendered conversation. If it begins with the conversation so far, the tokens so far
+        are used and only the new text is tokenized, because tokenizing a generated answer again may give other
+        tokens."""
         if self._ids and written.text.startswith(self._text):
             return self._without_end() + self._prompts.encode(written, len(self._text))
         return self._prompts.encode(written)

@@ -31,8 +31,8 @@ def pad_token(tokenizer: Any) -> int:
 
 
 def generation_config(model: PreTrainedModel, tokenizer: Any, sampling: Sampling, new_tokens: int) -> GenerationConfig:
-    """Return the settings in the form of transformers. `new_tokens`: the largest number of new tokens. For settings
-    that are None, transformers uses the checkpoint's generation config or its own defaults."""
+    """Return the sampling settings in the form of transformers. `new_tokens`: the largest number of new tokens. For
+    settings that are None, transformers uses the checkpoint's generation config or its own defaults."""
     ends = sorted(end_tokens(model, tokenizer))
     config = GenerationConfig(
         max_new_tokens=new_tokens,

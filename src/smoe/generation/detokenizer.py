@@ -21,7 +21,7 @@ OnText = Callable[[int, str], None]
 
 
 class TextStream:
-    """The text of one sequence. `push` and `flush` return the new text that may be shown."""
+    """Converts the tokens of one sequence to text. `push` and `flush` return the new text that may be shown."""
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stop: Sequence[str]) -> None:
         self.text = ""

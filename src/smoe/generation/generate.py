@@ -110,8 +110,8 @@ class Generation:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The new tokens of all rows after the first step, divided by the seconds of these steps; None if there are
-        none."""
+        """The number of new tokens of all rows after the first step, divided by the seconds of these steps; None if
+        there are no such steps."""
         tokens = self.new_tokens - sum(1 for answer in self.answers if answer.token_ids)
         return tokens / self.decode_seconds if self.decode_seconds > 0 else None
 

@@ -35,8 +35,8 @@ def pad(rows: Sequence[Sequence[int]], pad_id: int) -> Batch:
 
 
 def continue_batch(model: PreTrainedModel, tokenizer: Any, batch: Batch, sampling: Sampling) -> torch.Tensor:
-    """Return a batch with its continuation, [rows, T + new tokens]. There are `sampling.max_new_tokens` new tokens, or
-    fewer if the context is full."""
+    """Return a batch of prompts with their continuations, [rows, T + new tokens]. There are `sampling.max_new_tokens`
+    new tokens, or fewer if the context is full."""
     engine: Engine = model.offload  # type: ignore[assignment]
     room = engine.context_tokens - batch.input_ids.shape[1]
     torch.manual_seed(sampling.seed)

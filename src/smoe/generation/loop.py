@@ -38,14 +38,14 @@ _log = logging.getLogger(__name__)
 
 
 class DecodeLoop:
-    """The decode loop of one model. Any thread may call `hand_in` and `close`. Only one thread at a time may call
-    `step` or `run`."""
+    """Generates the texts of all requests to one model, step by step. Any thread may call `hand_in` and `close`. Only
+    one thread at a time may call `step` or `run`."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any, most_waiting: int | None = None, reads_first: bool = False
     ) -> None:
-        """`most_waiting`: the largest number of requests that may wait for a row; None: any number. `reads_first`:
-        whether all prompts are processed before any text is decoded."""
+        """`most_waiting`: the largest number of requests that may wait for a row of the KV cache; None: any number.
+        `reads_first`: whether all prompts are processed before any text is decoded."""
         self._model, self._tokenizer = model, tokenizer
         self._engine: Engine = model.offload  # type: ignore[assignment]
         self._ends = end_tokens(model, tokenizer)
@@ -193,8 +193,8 @@ class DecodeLoop:
                 self._leave(text, EndReason.STOP)
 
     def _admit(self) -> None:
-        """Give the next waiting request a free row. Also admit the requests after it whose prompts can be processed in
-        the same pass."""
+        """Give the next waiting request a free row of the KV cache. Also admit the requests after it whose prompts can
+        be processed in the same pass."""
         rows = self._usable_rows()
         while rows.has_free:
             with self._changed:
@@ -368,7 +368,7 @@ class DecodeLoop:
 
 
 class _Text:
-    """A request that has a row, with its sampler and its text so far."""
+    """A request that has a row of the KV cache, with its sampler and the text generated so far."""
 
     def __init__(self, request: Request, sampler: Sampler, stream: TextStream) -> None:
         self.request = request

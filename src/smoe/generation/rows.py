@@ -59,7 +59,7 @@ class Rows:
 
     @property
     def has_free(self) -> bool:
-        """Whether there is a free row."""
+        """Whether a row of the KV cache is free for another text."""
         return not all(self._is_taken)
 
     def known(self, ids: Sequence[int]) -> int:
@@ -103,7 +103,8 @@ class Rows:
         return common
 
     def free(self, row: int, is_whole: bool) -> None:
-        """Free a row. Its text stays until another text needs the row. If `is_whole` is false, the text is deleted."""
+        """Free a row of the KV cache. Its text stays until another text needs the row. If `is_whole` is false, the text
+        is deleted."""
         self._is_taken[row] = False
         if not is_whole:
             self._restart(row)
@@ -123,7 +124,7 @@ class Rows:
             self._texts.exchange(a, b)
 
     def read(self, row: int, ids: Sequence[int]) -> torch.Tensor:
-        """Process further tokens of a row's prompt. Return the logits [V] after the last one."""
+        """Process further tokens of the prompt in a row. Return the logits [V] after the last of these tokens."""
         return self._one(row, ids)
 
     def read_again(self, row: int, ids: Sequence[int]) -> torch.Tensor:
@@ -158,8 +159,8 @@ class Rows:
         return list(logits)
 
     def decode(self, tokens: Sequence[int]) -> Sequence[torch.Tensor | Exception]:
-        """Process one token in each of the first rows. Return the logits [V] after each. If rows are decoded one after
-        the other, return the error of a row that has failed in place of its logits."""
+        """Process one token in each of the first rows of the KV cache. Return the logits [V] after each token. If rows
+        are decoded one after the other, return the error of a row that has failed in place of its logits."""
         if len(tokens) == 1 or self.share_passes is False or any(map(self._is_switch, range(len(tokens)))):
             return [self._attempt(row, token) for row, token in enumerate(tokens)]
         if self.share_passes is None:

@@ -68,8 +68,8 @@ class AheadSchedule:
     ) -> None:
         """`method`: one of `PLACEMENT`. `turns`: for each layer with experts, its number among these layers. `spares`:
         the number of experts that a prediction has in addition to the layer's top-k. `costs_later`: returns the seconds
-        by which a load by the coordinator is worse than its duration (`Placement`). `tell`: sends a worker the experts
-        that it should hold, those needed first in front. `clock`: returns seconds, of the same clock as
+        by which a load by the coordinator is worse than its duration (`Placement`). `tell`: sends a worker the list of
+        experts that it should hold, ordered by when they are needed. `clock`: returns seconds, of the same clock as
         `WorkerView.brought_at`. `lock`: held during every change."""
         self._method = method
         self._turns = turns
@@ -226,8 +226,9 @@ class AheadSchedule:
     def _reserve(
         self, place: TokenLayer, views: Mapping[int, WorkerView], shelves: Mapping[int, _Shelf]
     ) -> Iterator[tuple[TokenLayer, ExpertKey, int | None]]:
-        """Reserve slots for those of the layer's predicted experts that a machine already holds. Yield the others as
-        (layer, expert, worker); the worker is None unless placement is round-robin."""
+        """Reserve slots for those of the layer's predicted experts that some machine already holds. Yield the other
+        predicted experts as (layer, expert, worker). The worker is given with round-robin placement only; otherwise it
+        is None."""
         keys = [(place.layer, expert, EXACT) for expert in self._expected[place]]
         groups: Mapping[ExpertKey, int] = {}
         if self._method == "round-robin":

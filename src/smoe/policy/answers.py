@@ -180,8 +180,9 @@ def _bare(missing: Sequence[Missing], top_k: int) -> dict[int, int]:
 
 
 def _protected(missing: Sequence[Missing], bare: Container[int], prices: LayerPrices) -> set[tuple[int, int]]:
-    """Return (token, choice) of the one route of each bare token that is not dropped. It is the route whose substitute
-    costs least in comparison with dropping the route; if no route has a substitute, the route of highest weight."""
+    """Return one (token, choice) for each bare token (a token that misses all of its experts): the route that must not
+    be dropped. It is the route whose substitute costs least in comparison with dropping the route. If no route has a
+    substitute, it is the route of highest weight."""
     best: dict[int, tuple[bool, float, int]] = {}
     for entry in missing:
         for route in entry.routes:

@@ -156,8 +156,8 @@ class Balance(NamedTuple):
         return ranked[:loaded], [serve._replace(unit=HOST) for serve in ranked[loaded:]]
 
     def split_prompt(self, missing: Sequence[Serve], ahead: int) -> dict[ExpertKey, int]:
-        """Return {expert: `HOST`} of a prompt's missing experts that the CPU computes: those with the fewest tokens, as
-        many as shorten the layer.
+        """Return {expert: `HOST`} for the missing experts of a prompt that the CPU computes. They are the experts with
+        the fewest tokens, as many as make the layer faster.
 
         `ahead`: the number of loads that are necessary in any case. The division is always the optimal one, because
         only the CPU's time grows with the tokens (first version, section 5.6), and without loads the device would be

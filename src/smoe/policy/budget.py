@@ -203,8 +203,8 @@ class Ledger:
 
     @property
     def embedding_on_disk(self) -> bool:
-        """Whether the input embedding stays on disk. It does if the model does not fit completely, because memory for
-        experts then saves more time."""
+        """Whether the input embedding stays on disk. It stays there if the model does not fit in memory completely,
+        because memory for experts then saves more time."""
         return self.demand.embedding_bytes > 0 and self.budget_bytes < full_bytes(self.demand)
 
     @property
@@ -360,8 +360,8 @@ def _pools(part: int, classes: Sequence[SlotClass]) -> tuple[PoolSize, ...]:
 
 
 def budget_for_share(share: float, demand: Demand) -> int:
-    """Return the smallest budget in bytes whose cache slots hold `share` (above 0, at most 1) of all routed experts.
-    Raise `BudgetError` if `share` is less than the experts of one token."""
+    """Return the smallest budget in bytes whose cache slots hold the fraction `share` (above 0, at most 1) of all
+    routed experts. Raise `BudgetError` if that is less than the experts of one token."""
     wanted, fewest = math.ceil(share * demand.total_experts - 1e-9), sum(each.top_k for each in demand.classes)
     if wanted < fewest:
         least = math.ceil(1000 * fewest / demand.total_experts) / 10

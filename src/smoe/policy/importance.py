@@ -49,8 +49,8 @@ def unimportance(weights: Sequence[float]) -> list[float]:
 
 
 def least_unimportance(routing: Routing) -> dict[int, float]:
-    """Return {expert: unimportance} for every expert that a step uses: its least value over the tokens.
-    `routing.weights` must not be None."""
+    """Return {expert: unimportance} for every expert that a step uses. If several tokens use an expert, it has its
+    lowest unimportance among them. `routing.weights` must not be None."""
     assert routing.weights is not None
     least: dict[int, float] = {}
     for chosen, weights in zip(routing.top_k_index, routing.weights, strict=True):

@@ -105,8 +105,8 @@ class Placement(NamedTuple):
         return by_turns(keys, len(keys), self.turn, self.workers)
 
     def _by_finish(self, ranked: Sequence[Serve]) -> dict[ExpertKey, int]:
-        """Assign one expert after the other to the machine that finishes it first, given the earlier assignments (a
-        greedy algorithm). A worker can compute an expert in its memory while it reads others."""
+        """Assign the missing experts, one after the other, each to the machine that would finish it first, given the
+        earlier assignments (a greedy algorithm). A worker can compute an expert in its memory while it reads others."""
         read, done = [view.hop + view.busy for view in self.workers], [view.hop for view in self.workers]
         brought_at = [view.brought_at for view in self.workers]
         here, found = self.here_under_way, dict[ExpertKey, int]()

@@ -32,7 +32,7 @@ class LoadReason(Enum):
 
 
 class Load(NamedTuple):
-    """A load of the copy `key` into slot number `slot`."""
+    """The load of the copy `key` into slot number `slot`, as part of a plan."""
 
     key: ExpertKey
     slot: int
@@ -47,7 +47,7 @@ class Load(NamedTuple):
 
 
 class Serve(NamedTuple):
-    """The computation of the copy `key` for all of its routes."""
+    """The computation of the copy `key` for all routes that chose it, as part of a plan."""
 
     key: ExpertKey
     routes: tuple[int, ...]
@@ -60,7 +60,8 @@ class Serve(NamedTuple):
 
 
 class Promotion(NamedTuple):
-    """A copy in a staging slot becomes resident: its slot becomes a cache slot, at once or after its serve.
+    """The change by which a copy in a staging slot becomes resident: its slot becomes a cache slot, at once or after
+    its serve (its computation).
 
     Slots are interchangeable, so no data is copied. In exchange, the slot of `victim` becomes a staging slot; if
     `victim` is None, a free cache slot does.

@@ -108,7 +108,8 @@ def _staying(
     layer_share: int,
     keep: str,
 ) -> _Staying:
-    """Return the copies of one format that become resident. Free slots within the layer's share are filled first.
+    """Return the copies of one format that become resident. Free cache slots are filled first, up to the number that
+    the layer may fill.
 
     After that, residents of less value are replaced, if the layer no longer needs them. With `keep` "last-uses" these
     are residents of this layer; with "eviction" they are residents of any layer, in the order of the eviction policy.
@@ -139,8 +140,8 @@ def _pairs(
     routes: Container[ExpertKey],
     value: Callable[[ExpertKey], float],
 ) -> dict[ExpertKey, ExpertKey]:
-    """Return {new expert: the resident that it replaces}. The best new experts come first. Each replaces the least
-    valuable resident whose value is lower and which the layer does not use or has computed before."""
+    """Return {new expert: the resident that it replaces}. The most valuable new experts come first. Each replaces the
+    least valuable resident that has a lower value and that the layer either does not use or has already computed."""
     instead: dict[ExpertKey, ExpertKey] = {}
     for key in newcomers:
         for resident in residents:

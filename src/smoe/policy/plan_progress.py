@@ -91,8 +91,8 @@ class Progress:
         self.table.fail(key)
 
     def served(self, serve: Serve, computed: int) -> None:
-        """Record that an expert was computed, as the plan's serve number `computed` (from 1). Its copy becomes resident
-        or leaves its slot, and loads that waited for the slot begin."""
+        """Record that an expert was computed. `computed`: the number of its serve in the plan, from 1. The expert's
+        copy becomes resident or leaves its slot, and loads that waited for the slot begin."""
         key = serve.key
         if key in self._staying:
             self._promote(self._staying.pop(key))

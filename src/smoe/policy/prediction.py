@@ -71,7 +71,8 @@ class Listener(Protocol):
         """Receive a prediction for the token at `position` of the text."""
 
     def withdraw(self, position: int) -> None:
-        """Forget the predictions for this position and later ones, because they were made for another text."""
+        """Drop the predictions for this position and later ones, because the text from this position on is another one
+        than predicted."""
 
 
 class PredictorKind:
@@ -156,7 +157,8 @@ class Predictor(PredictorKind, ABC):
         del routing
 
     def observe_input(self, routing: Routing, hidden: Any) -> None:
-        """Receive the input of the same router, [T, H], after `observe`. It is not called if there are no tensors."""
+        """Receive the input of the router, [T, H], whose choice `observe` has just received. It is not called if there
+        are no tensors."""
         del routing, hidden
 
     @abstractmethod

@@ -31,7 +31,8 @@ class Resolution(Enum):
 
 
 class LayerPrices(NamedTuple):
-    """The coefficients of one layer: the cost in nats of a route that has the whole routing weight of its token."""
+    """The coefficients from which quality costs of one layer's routes are computed. A coefficient is the cost in nats
+    of a route that has the whole routing weight of its token."""
 
     low: float
     substitute: float

@@ -113,8 +113,8 @@ class QualityBudget:
 
 
 class TimeBudget:
-    """A target of seconds per token on average. It is met with the highest possible rate, and so with the best
-    quality."""
+    """A target of seconds per token on average. The rate in seconds per nat is as high as the target permits, because a
+    high rate means good quality."""
 
     def __init__(self, seconds_per_token: float, first_rate: float) -> None:
         """`first_rate`: the rate to begin with, in seconds per nat. Raise `ConfigError` unless this rate and the target

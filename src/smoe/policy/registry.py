@@ -155,10 +155,10 @@ def _make_sizes(wanted: EvictionSettings, sizes: Sequence[PoolSize], experts: Ma
 
 
 def make_pools(wanted: EvictionSettings, cache_slots: int, layers: int, experts: int | None = None) -> Eviction:
-    """Return a new eviction policy for live requests, for `cache_slots` slots of one size that `layers` layers use.
+    """Return a new eviction policy for live requests. Its `cache_slots` slots of one size are used by `layers` layers.
 
-    `experts`: the number of experts of these layers. If all fit in the slots, nothing is ever evicted, and `auto` is
-    then the cheapest policy, LRU.
+    `experts`: the number of experts of these layers. If all experts fit in the slots, nothing is ever evicted, and
+    `auto` means the cheapest policy, LRU.
     """
     if wanted.name == "auto" and experts is not None and cache_slots >= experts:
         return LRU()

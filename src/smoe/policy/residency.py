@@ -37,8 +37,8 @@ class PoolSize(NamedTuple):
 
 
 class SlotPool:
-    """The slots of one size, numbered from `first`: `cache_slots + staging_slots` slots in use, and the withdrawn
-    ones."""
+    """The slots of one size, numbered from `first`: `cache_slots + staging_slots` slots in use, and the slots that are
+    withdrawn (out of use)."""
 
     __slots__ = ("end", "first", "free_cache", "free_staging", "staging_slots", "withdrawn")
 

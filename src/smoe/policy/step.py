@@ -104,7 +104,7 @@ def decide(
     `routing.scores` is required if `alpha` is above 0; without scores nothing is replaced. `routing.weights` is
     required if thresholds are below 1. `layer_share`: as in `plan_layer`. `answer`: resolves the misses of decode steps
     by quality cost; `alpha` is ignored then. `drop_stale`: receives the final routing and frees the staging slots of
-    unused prefetches. `balance`: called after that; returns what divides the misses between units.
+    unused prefetches. `balance`: called after that; returns the object that divides the misses between compute units.
     """
     selection, assigned, skip = None, None, frozenset[int]()
     if switches.needs_weights:

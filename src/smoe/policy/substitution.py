@@ -212,9 +212,9 @@ def _replace_again(
     replaced: Sequence[Replacement],
     here: _Here,
 ) -> list[Replacement]:
-    """Return the replacements of a second round. The experts that found no substitute in the first round are loaded in
-    any case, so now they are available to all tokens that chose them or need a substitute. No more experts are loaded
-    than after the first round."""
+    """Return the replacements of a second round. The missing experts that found no substitute in the first round will
+    be loaded in any case. So in the second round they are available to all tokens that chose them or need a substitute.
+    No more experts are loaded than after the first round."""
     done = {(entry.token, entry.choice) for entry in replaced}
     loaded = {e.expert for number, entries in enumerate(missing) for e in entries if (number, e.choice) not in done}
     still = [[entry for entry in entries if entry.expert not in loaded] for entries in missing]

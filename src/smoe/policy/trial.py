@@ -30,8 +30,8 @@ class Trial:
     """A comparison of steps with and without prefetching. `is_on` is the mode of the next step; `note` records its
     duration.
 
-    The measured time decides. If most predictions are wrong, prefetching is turned off without a trial, until the next
-    one.
+    The measured time decides. If most predictions are wrong, prefetching is turned off at once, until the next
+    comparison.
     """
 
     def __init__(self) -> None:

@@ -56,7 +56,8 @@ class Paths(NamedTuple):
 
 
 def joined(parts: Sequence[Paths]) -> Paths:
-    """Return the paths of several traces of one model as one. Sequences of different traces get different numbers."""
+    """Return the paths of several traces of one model, one after the other, as one object. Sequences of different
+    traces get different numbers."""
     first, numbers = 0, []
     for part in parts:
         numbers.append(part.sequence - part.sequence.min(initial=0) + first)

@@ -99,7 +99,8 @@ def fitted(
 
 
 def with_confidence(correction: Correction, margins: torch.Tensor, wanted: torch.Tensor) -> Correction:
-    """Return the correction with fitted probabilities. The text must be another one than that for the weights.
+    """Return the correction with fitted probabilities. The text must be different from the text on which the weights
+    were fitted.
 
     `margins`: the margins of the predictions for that text. `wanted`: whether each expert was needed, in the same
     shape. The likelihood is maximised by Newton's method; a slight shrinkage keeps the result finite if a threshold

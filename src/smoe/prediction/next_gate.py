@@ -107,8 +107,8 @@ def _best_first(index: torch.Tensor, scores: torch.Tensor) -> list[int]:
 
 
 def _weights(output: Sequence[Any], index: torch.Tensor) -> torch.Tensor:
-    """Return the routing weights [T, K] from a router's output. If it has none, return numbers that fall from choice to
-    choice."""
+    """Return the routing weights [T, K] from a router's output. If the output has no weights, return numbers that
+    decrease from the first choice to the last."""
     found = [x for x in output if isinstance(x, torch.Tensor) and x.is_floating_point() and x.shape == index.shape]
     return found[-1] if found else torch.arange(0, -index.shape[1], -1).expand_as(index)
 

@@ -297,7 +297,8 @@ def _workers(
 
 
 def _on_its_cpu(machine: DeviceProfile, work: Work) -> tuple[float, float]:
-    """Return the seconds of a load and of an expert on a worker, which reads from its disk and computes on its CPU."""
+    """Return the seconds of a load and the seconds of an expert on a worker, which reads from its disk and computes on
+    its CPU."""
     times = times_for(machine, work)
     if not machine.has_link:
         return times.load, times.expert(1) * times.alone

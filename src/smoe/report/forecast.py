@@ -350,7 +350,8 @@ def _step(nbytes: int) -> int:
 
 
 def typical_hit_ratio(resident_share: float) -> float:
-    """Return the hit ratio of typical texts if `share` of the experts is resident, interpolated in `TYPICAL_HITS`."""
+    """Return the hit ratio of typical texts if the fraction `resident_share` of the experts is resident, interpolated
+    in `TYPICAL_HITS`."""
     for (low, at_low), (high, at_high) in itertools.pairwise(TYPICAL_HITS):
         if resident_share <= high:
             return at_low + (at_high - at_low) * (resident_share - low) / (high - low)

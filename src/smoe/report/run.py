@@ -252,8 +252,8 @@ def low_copy_shares(config: EngineConfig, decode: Counters, low_bytes: int) -> d
 
 
 def dense_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of non-expert weights that a decode step reads. Of an input embedding that is not also the
-    output matrix, a step reads one row."""
+    """Return the bytes of non-expert weights that a decode step reads. If the input embedding is not also the output
+    matrix, a step reads only one of its rows."""
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     layers = [module for module in model.modules() if isinstance(module, QuantisedWeight)]
     weights = {each.data_ptr(): each for each in (*model.parameters(), *(layer.codes for layer in layers))}

@@ -33,7 +33,7 @@ class Form:
 
 
 class EndpointAnswer(ABC):
-    """The response to one request for text; each endpoint (chat, completions, responses) has a subclass."""
+    """Makes the response to one request for text. Each endpoint (chat, completions, responses) has a subclass."""
 
     done = DONE
     """The last event of a stream; empty if streams of this endpoint have none."""

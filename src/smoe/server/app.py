@@ -37,7 +37,7 @@ _READ = ["GET", "HEAD"]
 
 def make_app(serving: Serving, warn: Callable[[str], None], bodies: BodyBudget | None = None) -> ASGIApp:
     """Return the ASGI application that serves one model. `warn` prints a message for the user who started the server;
-    `bodies` limits the memory for request bodies."""
+    `bodies`: the account that limits the memory for request bodies."""
     app = FastAPI(title="smoe", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     _add_errors(app)
     _add_models(app, serving)
@@ -163,7 +163,7 @@ def _of_path(app: FastAPI, scope: Scope, error: HTTPException) -> str:
 
 
 def _template_of(routes: list[BaseRoute], path: str) -> str:
-    """Return the path of a route, such as `/v1/models/{name}`, as `/openapi.json` has it."""
+    """Return the path pattern of a route, such as `/v1/models/{name}`, in the form of `/openapi.json`."""
     scope = {"type": "http", "path": path, "method": ""}
     found = next((route for route in routes if route.matches(scope)[0] is not Match.NONE), None)
     return _UNKNOWN if found is None else str(getattr(found, "path", _UNKNOWN)).replace(":path", "")

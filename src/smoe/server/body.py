@@ -136,8 +136,8 @@ def _whole(digits: str) -> int:
 
 
 def _number(digits: str) -> float:
-    """Return a parsed number. A whole number such as 2.0 becomes an int, so that integer fields accept it, as JSON
-    schemas do."""
+    """Return a parsed JSON number. A whole number such as 2.0 becomes an int: JSON schemas count it as an integer, so
+    integer fields must accept it."""
     value = float(digits)
     if value in (float("inf"), float("-inf")):
         raise refused(f"the body has {shortened(digits)}, which is too large for a floating-point number")

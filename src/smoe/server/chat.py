@@ -142,7 +142,8 @@ class _ChatAnswer(EndpointAnswer):
 
 
 def _added(choice: ChoiceText, delta: Delta) -> dict[str, Any]:
-    """Return text that is added to a choice in the form of a stream. Only the first part of a call has its name."""
+    """Return a delta of a choice (text, reasoning and calls) in the form of a chat completion's stream. Only the first
+    part of a tool call has the tool's name."""
     begun = sum(part.kind == "call" for part in delta.parts)
     number = len(choice.calls) - begun - 1
     added: dict[str, Any] = {}

@@ -38,7 +38,7 @@ class Delta(NamedTuple):
 
 @dataclass
 class ToolCall:
-    """A call of a tool, with the part of its arguments that has been generated."""
+    """A tool call that the model writes, with the part of its arguments that has been generated so far."""
 
     id: str
     name: str

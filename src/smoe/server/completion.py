@@ -107,8 +107,7 @@ class _CompletionAnswer(EndpointAnswer):
 
 
 def _top(tokens: TokenTexts, chances: TokenChances) -> dict[str, float]:
-    """Return the log probabilities by the tokens' texts. If several tokens have the same text, the likeliest one
-    counts."""
+    """Return {text of a token: its log probability}. If several tokens have the same text, the likeliest one counts."""
     found: dict[str, float] = {}
     for token, logprob in chances.top:
         found.setdefault(tokens.of(token)[0], max(logprob, -9999.0))

@@ -211,7 +211,7 @@ class _Lingering:
 
 
 def _probe(transport: asyncio.Transport) -> None:
-    """Turn on TCP keep-alive, so that the system detects a vanished peer."""
+    """Turn on TCP keep-alive for a connection, so that the system detects a client that has vanished."""
     sock = transport.get_extra_info("socket")
     if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
         return

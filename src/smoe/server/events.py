@@ -31,8 +31,8 @@ def to_json(value: Any) -> bytes:
 
 
 def event(value: Any, name: str | None = None) -> bytes:
-    """Return the bytes of one server-sent event. The data has no line separators, not even those by which only Python
-    splits lines, as httpx does."""
+    """Return the bytes of one server-sent event. The data contains no line separators: those that JSON leaves unescaped
+    are escaped here, because some clients, such as httpx, split lines at them, as Python does."""
     data = to_json(value)
     for character in _LINE_ENDS:
         data = data.replace(character.encode(), f"\\u{ord(character):04x}".encode())

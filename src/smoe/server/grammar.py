@@ -152,8 +152,8 @@ class Grammar:
         self._check()
 
     def _check(self) -> None:
-        """Raise an `ApiError` if the grammar has become too complex within a text, which the request's schema
-        causes."""
+        """Raise an `ApiError` if the grammar's state has become too complex within a text. The cause is the request's
+        schema."""
         if self._matcher.is_error():
             raise _unsupported(self._matcher.get_error(), self._param)
 
@@ -181,7 +181,8 @@ def closed(schema: Any) -> Any:
 
 
 def schema_text(schema: dict[str, Any], param: str) -> str:
-    """Return a schema as JSON text, after `closed`. Raises an `ApiError` that names `param` if it is too long."""
+    """Return a JSON schema as text, after `closed` has changed it. Raises an `ApiError` that names the request's field
+    `param` if the text is too long."""
     if len(json.dumps(schema)) > _LONGEST_SCHEMA:
         raise refused(f"the schema is longer than {_LONGEST_SCHEMA} characters", param, "invalid_json_schema")
     return json.dumps(closed(schema))

@@ -54,7 +54,7 @@ def address_of(bound_socket: socket.socket) -> str:
 
 
 def addresses_of(bound_socket: socket.socket) -> list[str]:
-    """Return the URL by which this machine reaches the server and, if different, the one for other machines."""
+    """Return the URLs of the server: the URL for this machine and, if it is different, the URL for other machines."""
     host, port = bound_socket.getsockname()[:2]
     here = [address_of(bound_socket)]
     if not ipaddress.ip_address(host).is_unspecified:
@@ -68,8 +68,8 @@ def _url(host: str, port: int) -> str:
 
 
 def _own_address(family: int) -> str | None:
-    """Return this machine's address for other machines, by its routes and without sending anything. None if it has no
-    such address."""
+    """Return the IP address by which other machines reach this machine. It is taken from the system's routes, and
+    nothing is sent. None if there is no such address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((_ELSEWHERE, 9))

@@ -56,7 +56,7 @@ class Meters:
         registry.register(_Process())  # type: ignore[arg-type]
 
     def on_event(self, request: Request, what: Piece | End) -> None:
-        """Count one token of a text, or the end of the text."""
+        """Count one event of the decode loop: a generated token, or the end of a text."""
         now = time.perf_counter()
         if isinstance(what, End):
             self._last_token_at.pop(id(request), None)

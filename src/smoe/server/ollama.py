@@ -29,7 +29,7 @@ _NANOSECONDS = 10**9
 
 
 async def ollama_chat(serving: Serving, request: Request) -> Response:
-    """Continue a conversation: as one response, or as lines."""
+    """Respond to `/api/chat`: continue a conversation. The response is one JSON body or a stream of lines."""
 
     def work(asked: OllamaChatAsked) -> _Asked | None:
         if not asked.messages:
@@ -41,7 +41,8 @@ async def ollama_chat(serving: Serving, request: Request) -> Response:
 
 
 async def ollama_generate(serving: Serving, request: Request) -> Response:
-    """Answer a prompt as the message of a user, or continue it: as one response, or as lines."""
+    """Respond to `/api/generate`: answer a prompt as the message of a user, or with `raw` continue it as text. The
+    response is one JSON body or a stream of lines."""
 
     def work(asked: OllamaGenerateAsked) -> _Asked | None:
         if not asked.prompt:

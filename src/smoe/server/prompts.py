@@ -29,7 +29,7 @@ _A_TOOL = {
 
 
 class Prompts:
-    """Makes prompt tokens with one tokenizer and its chat template."""
+    """Converts texts and conversations to prompt tokens, with one tokenizer and its chat template."""
 
     def __init__(
         self, tokenizer: Any, vocabulary: int, context_tokens: int, *, parses_control_tokens: bool = False
@@ -135,8 +135,8 @@ class Prompts:
             raise refused(f"this model's chat template cannot render this conversation: {error}", param) from error
 
     def _check_length(self, text: str) -> None:
-        """Raise `ContextError` for a text whose beginning is already too long. Tokenizing a million characters takes
-        seconds, which delay other prompts, and hundreds of megabytes."""
+        """Raise `ContextError` for a text that is too long, by tokenizing its beginning only. Tokenizing a million
+        characters takes hundreds of megabytes, and seconds in which other prompts wait."""
         beginning, most = text[: _CHARACTERS * self._context_tokens], self._context_tokens
         if len(beginning) == len(text):
             return
@@ -165,7 +165,7 @@ class Prompts:
 
 
 def text_of(content: str | Sequence[dict[str, Any]] | None, param: str) -> str:
-    """Return a message's text, which may be in parts. Raises an `ApiError` for a part that is not text."""
+    """Return a message's text, which may consist of several parts. Raises an `ApiError` for a part that is not text."""
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
@@ -191,7 +191,8 @@ def _as_values(call: dict[str, Any], param: str) -> dict[str, Any]:
 
 
 def _check_characters(text: str, param: str) -> None:
-    """Raise an `ApiError` for a lone surrogate: the arguments of calls are JSON within JSON, which can contain one."""
+    """Raise an `ApiError` for a lone surrogate in a conversation. The arguments of calls are JSON within JSON, so they
+    can contain one even in a valid body."""
     try:
         text.encode("utf8")
     except UnicodeEncodeError as error:

@@ -36,7 +36,7 @@ _asked: ContextVar[list[Texts] | None] = ContextVar("asked", default=None)
 
 
 def note_asked(texts: Texts) -> None:
-    """Record that these texts belong to the current request, for its log line."""
+    """Record that these texts belong to the current request. Its log line will have their token counts."""
     asked = _asked.get()
     if asked is not None:
         asked.append(texts)

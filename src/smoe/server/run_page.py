@@ -29,7 +29,7 @@ class RunPage:
         self.watching = watching
 
     def say(self, text: str) -> None:
-        """Add text to the run's text on the page."""
+        """Add text to the generated text that the page shows."""
         self.watching.say(text)
 
     def wait(self, seconds: float) -> bool:

@@ -44,7 +44,7 @@ _A = TypeVar("_A", bound=AskedFields)
 
 
 class Serving:
-    """One model, served under one name. Call `start` first, then handle requests, then call `close`."""
+    """One served model. Call `start` first, then handle requests, then call `close`."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str, config: ServerConfig) -> None:
         self.model, self.name, self.config = model, name, config
@@ -231,7 +231,8 @@ class Serving:
             self._bell.say(self._give_up)
 
     def _on_event(self, request: Request, what: Piece | End) -> None:
-        """Count a text's event; the decode loop's thread calls this."""
+        """Count an event of a text for the metrics and the model's health. The decode loop's thread calls this
+        method."""
         self.meters.on_event(request, what)
         if isinstance(what, End):
             self.health.note(what)

@@ -195,7 +195,7 @@ def _offered(talk: Talk) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 def _allowed(
     choice: str | dict[str, Any] | None, tools: list[dict[str, Any]]
 ) -> tuple[str | dict[str, Any] | None, list[dict[str, Any]]]:
-    """Return a `tool_choice` in its shortest form, and the tools that it allows."""
+    """Return a request's `tool_choice` in its shortest form, and the tools that this choice allows."""
     if not isinstance(choice, dict) or choice.get("type") in ("function", "tool"):
         return choice, tools
     if choice.get("type") != "allowed_tools":

@@ -75,13 +75,14 @@ class TextEvent(NamedTuple):
 
 
 class Texts:
-    """The texts of one HTTP request. Leaving its `with` block cancels those that have not ended."""
+    """The texts of one HTTP request while they are generated. Leaving the `with` block cancels texts that have not
+    ended."""
 
     def __init__(
         self, loop: DecodeLoop, bell: Bell, wanted: Sequence[TextRequest], metered: Metered, is_in_a_hurry: bool
     ) -> None:
-        """Queue all texts, or none of them: raises the errors of `DecodeLoop.hand_in`. Unless `is_in_a_hurry` is true,
-        only the end of a text wakes the coroutine."""
+        """Queue all texts of the request, or none of them: raises the errors of `DecodeLoop.hand_in`. If
+        `is_in_a_hurry` is false, only the end of a text wakes the waiting coroutine."""
         self._loop, self._bell, self._metered, self._is_in_a_hurry = loop, bell, metered, is_in_a_hurry
         self._events: deque[TextEvent] = deque()
         """Events that `next` has not returned yet."""
@@ -124,7 +125,8 @@ class Texts:
         return not self._left
 
     async def next(self, patience_seconds: float) -> list[TextEvent]:
-        """Return the events since the last call; empty if there was none for `patience_seconds`."""
+        """Return the events that have occurred since the last call. Wait for the first one; return an empty list if
+        there is none for `patience_seconds`."""
         if not self._events:
             here = asyncio.get_running_loop()
             self._waiter = here.create_future()

@@ -25,8 +25,8 @@ _MOST_HALVES = 3
 
 
 class ThinkingBudget:
-    """Ends one text's reasoning after a number of tokens: a `Constraint` of the decode loop. Reasoning that begins
-    again is ended at once."""
+    """Ends one text's reasoning after a number of tokens: a `Constraint` of the decode loop. If the model begins to
+    reason again after that, the reasoning is ended at once."""
 
     def __init__(self, tokenizer: Any, marks: Marks, budget_tokens: int, is_reasoning: bool) -> None:
         """`marks`: the strings before and after reasoning. `is_reasoning`: whether the prompt ends within reasoning."""

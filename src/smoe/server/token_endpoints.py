@@ -48,6 +48,7 @@ def properties(serving: Serving) -> dict[str, Any]:
 
 
 def _piece(serving: Serving, token: int) -> dict[str, Any]:
-    """Return a token with its text, or with its bytes if they are a part of a character."""
+    """Return a token's id with its text. If the token is only a part of a character, its bytes take the place of the
+    text."""
     text, data = serving.tokens.of(token)
     return {"id": token, "piece": text if text.encode("utf8") == bytes(data) else data}

@@ -67,7 +67,8 @@ class Watching:
         return bool(self._queues)
 
     def say(self, text: str) -> None:
-        """Add text to the text that the page shows in place of a chat. Any thread may call this."""
+        """Add text to the generated text of a run, which the page shows in place of a chat. Any thread may call
+        this."""
         self._texts.append(text)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -143,8 +144,8 @@ def _put(queue: asyncio.Queue[bytes | None], data: bytes | None) -> None:
 
 
 def add_page(app: FastAPI, watching: Watching) -> set[str]:
-    """Add the page and its events to an application. Return the paths that need no key, because the page asks for
-    it."""
+    """Add the page and its events to an application. Return the paths of the page's files, which need no key: the page
+    itself asks the user for the key."""
 
     @app.get("/watch")
     async def watch() -> Response:

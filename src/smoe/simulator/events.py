@@ -31,7 +31,7 @@ class Events:
 
 
 class Resource:
-    """A port, a link or a processor that does one piece of work after the other, in the order of `use`."""
+    """A port, a link or a processor that does one piece of work at a time, in the order of the calls of `use`."""
 
     def __init__(self, events: Events) -> None:
         self.spans: list[tuple[float, float]] = []
@@ -48,7 +48,7 @@ class Resource:
 
     @property
     def free(self) -> float:
-        """The time at which all work so far will be done."""
+        """The time at which the resource will have done all work that `use` has added so far."""
         return self._free
 
     @property

@@ -87,10 +87,10 @@ def replay_by_layer(
     eviction_for: Callable[[Sequence[Routing]], Eviction],
     switches: Switches = EXACT_SWITCHES,
 ) -> ReplayCounts:
-    """Replay `trace` with separate slots for every layer. All layers get equally many; the first layers get the
-    remainder.
+    """Replay `trace` with separate slots for every layer. The slots are divided equally among the layers; the first
+    layers get the remainder.
 
-    `eviction_for` returns the policy of a layer, given the layer's part of the trace.
+    `eviction_for` returns the eviction policy of a layer, given the layer's routings of the trace.
     """
     layers: dict[int, list[Routing]] = {}
     for routing in trace:

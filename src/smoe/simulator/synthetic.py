@@ -173,7 +173,8 @@ def _decoded(trace: Sequence[Routing], steps: int) -> tuple[np.ndarray, float | 
 
 
 def _lift(uses: np.ndarray) -> float:
-    """Return `Moments.lift`. `uses`: [T, L, E], whether each token uses each expert."""
+    """Return how many times more frequently an expert's partner is chosen after the expert than on average
+    (`Moments.lift`). `uses`: [T, L, E], whether each token uses each expert."""
     half = len(uses) // 2
     first, second = uses[:half].astype(float), uses[half:].astype(float)
     behind = elsewhere = 0.0

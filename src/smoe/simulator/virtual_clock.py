@@ -35,7 +35,7 @@ from smoe.routing import Phase, Routing
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The seconds that the parts of a step take."""
+    """The seconds of the operations in a step: loads, experts, layers and decisions."""
 
     load: float
     """Seconds to load the full copy of one expert."""
@@ -115,7 +115,8 @@ class _Link:
         return found
 
     def wait(self, key: ExpertKey, now: float) -> float:
-        """Return the time at which the load of `key` ends. It gets priority over loads for which no thread waits."""
+        """Return the time at which the load of `key` ends. A thread waits for this load, so it gets priority over loads
+        for which no thread waits."""
         self._run(now)
         for entry in [entry for entry in self._expected if entry[0] == key]:
             self._expected.remove(entry)

@@ -209,7 +209,7 @@ def in_words(found: Curves, policy: str, experts_bytes: int | None = None) -> st
 
         auto: from 5 % to 30 % of the experts in memory saves 70 misses a token (28 for every 10 %, 3.00 GiB); from ...
 
-    `experts_bytes`: the size of all experts; None if it is unknown.
+    `experts_bytes`: the size of all experts; None if the size is unknown.
     """
     turn, misses, shares = turns(found, policy), found.per_step(policy), found.shares
     unit, rest = "token" if found.steps_are_tokens else "step", misses[turn.plateau] - misses[-1]

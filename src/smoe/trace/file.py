@@ -107,7 +107,8 @@ class TraceWriter:
                 self._file.truncate()
 
     def finish(self) -> None:
-        """Write the number of rows and give the file its name. Rows of a step that has not ended are removed."""
+        """Write the number of rows and give the file its name, which completes the trace. Rows of a step that has not
+        ended are removed."""
         self.drop()
         with self._writing():
             self._file.seek(_COUNT_OFFSET)
@@ -170,8 +171,7 @@ class Trace:
         """[number of rows] of the type `TraceHeader.row`, in the order in which the routers ran."""
 
     def of_layer(self, layer: TracedLayer, tokens: int | None = None) -> np.ndarray:
-        """Return the rows [T] of one layer, without padding. `tokens`: only this many rows from the start; None:
-        all."""
+        """Return the rows [T] of one layer, without padding. `tokens`: only the first so many rows; None: all rows."""
         places = np.flatnonzero(self.rows["layer"] == layer.layer)
         chosen = self.rows["top_k_index"][places, 0] < layer.experts
         found: np.ndarray = self.rows[places[chosen][:tokens]]
@@ -189,7 +189,8 @@ class Trace:
 
 
 class _Routings(Sequence[Routing]):
-    """The routings of a trace. Each is made from consecutive rows with the same step and layer."""
+    """A sequence of the routings of a trace. Each routing is made from consecutive rows with the same step and
+    layer."""
 
     def __init__(self, trace: Trace, rules: dict[int, ScoringRule], with_weights: bool) -> None:
         self._rows, self._rules, self._with_weights = trace.rows, rules, with_weights
@@ -219,7 +220,7 @@ class _Routings(Sequence[Routing]):
         return routing._replace(scores=self._scores(layer, routing, rows["router_logits"]))
 
     def _scores(self, layer: TracedLayer, routing: Routing, logits: np.ndarray) -> list[list[float]] | None:
-        """Return the choice scores of one routing; for a prefill those of its last tokens only, as in the engine."""
+        """Return the choice scores of one routing. Of a prefill, only its last tokens have scores, as in the engine."""
         rule = self._rules.get(layer.layer)
         if rule is None:
             return None

@@ -35,7 +35,8 @@ class Stretch(NamedTuple):
 
 
 def width(trace: Trace) -> tuple[int, int]:
-    """Return (E, K) of all layers. Raise `ConfigError` if layers differ, because ranks then have no common meaning."""
+    """Return (E, K), which must be equal in all layers. Raise `ConfigError` if layers differ, because ranks then have
+    no common meaning."""
     found = {(layer.experts, layer.top_k) for layer in trace.header.layers}
     if len(found) != 1:
         raise ConfigError(f"layers of {trace.path} differ in their experts or choices: {sorted(found)}")
@@ -68,7 +69,8 @@ def _stretch(rows: np.ndarray, layer: TracedLayer, rule: ScoringRule) -> Stretch
 
 
 def shares_by_rank(parts: Iterable[Stretch]) -> np.ndarray:
-    """Return [T, E] for all tokens in all layers: the fraction of the scores that each rank has. Column 0 is rank 1."""
+    """Return [T, E], for all tokens in all layers: for each rank, the fraction of the token's scores that the expert of
+    this rank has. Column 0 is rank 1."""
     return np.concatenate([np.take_along_axis(part.shares, part.order, axis=1) for part in parts])
 
 

@@ -71,7 +71,8 @@ class TraceHeader:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the header as it is stored. Its entry `row` is the description of the NumPy type, with tuples."""
+        """Return the header in the form in which it is stored. The value of `row` describes the NumPy type of a row,
+        with tuples."""
         return {**asdict(self), "row": self.row.descr}
 
     def blank_rows(self, layer: TracedLayer, count: int) -> np.ndarray:

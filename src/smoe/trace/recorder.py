@@ -85,7 +85,7 @@ class Recorder(StepObserver):
         self.writer.append(rows)
 
     def settle(self) -> None:
-        """Add the rows of the last pass to the trace if the pass has ended, otherwise remove them."""
+        """Add the rows of the last forward pass to the trace if the pass has ended; otherwise remove them."""
         passes = self._engine.executor.counters.forward_passes
         if passes != self._passes:
             self.writer.keep()

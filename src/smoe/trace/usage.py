@@ -108,8 +108,8 @@ def bits(shares: np.ndarray) -> np.ndarray:
 
 
 def entropy(paths: Paths, parts: Iterable[Stretch] | None) -> Entropy:
-    """Return the entropies for the tokens of `paths`. `parts`: the same tokens with their scores; None if these are
-    unknown."""
+    """Return how evenly the tokens of `paths` use experts, as entropies. `parts`: the same tokens with their scores;
+    None if the scores are unknown."""
     used = bits(popularity_of(paths).astype(np.float64))
     most = np.log2([layer.experts for layer in paths.layers])
     if parts is None:

@@ -183,7 +183,7 @@ class Adaptive(Eviction):
             self._values[_USES] += np.bincount(np.concatenate(uncounted), minlength=len(self._is_resident))
 
     def _count_all(self) -> None:
-        """Bring the values of the rules `lfu` and `window` up to date."""
+        """Add the uses that were stored for later to the values of the rules `lfu` and `window`."""
         self._count_uses()
         steps = [step for recent in self._recent.values() for step in recent]
         if steps:

@@ -114,7 +114,8 @@ class Eviction(ABC):
 
 
 def used_copies(routing: Routing, precision: int = 0) -> list[ExpertKey]:
-    """Return the copies that one layer uses in one step, ascending, in the format `precision`. Padding is left out."""
+    """Return the copies (experts in the format `precision`) that one layer uses in one step, ascending. Padding is left
+    out."""
     layer, experts = routing.layer, routing.experts
     used = {expert for row in routing.top_k_index for expert in row if expert != experts}
     return [(layer, expert, precision) for expert in sorted(used)]

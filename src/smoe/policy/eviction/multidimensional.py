@@ -43,8 +43,8 @@ class Multidimensional(Ranked):
     settings = ("cache_weights", "cache_records")
 
     def __init__(self, weights: Sequence[float] = WEIGHTS, of_sequence: bool = True) -> None:
-        """`weights`: the four weights in the order of `WEIGHTS`. `of_sequence`: whether R, F, H and T restart with
-        every prompt; otherwise they count since the model was loaded."""
+        """`weights`: the four weights in the order of `WEIGHTS`. `of_sequence`: whether all counts of uses and tokens
+        restart with every prompt; otherwise they continue from the time when the model was loaded."""
         assert len(weights) == 4, weights
         super().__init__(numbers=3)
         self._weights = weights
@@ -79,8 +79,8 @@ class Multidimensional(Ranked):
             self._record(layer, used, routing.low, token)
 
     def _record(self, layer: int, used: list[int], low: Set[int], token: int) -> None:
-        """Record that token number `token` used these experts of a layer, all in high precision except those in
-        `low`."""
+        """Record the experts of a layer that token number `token` used. All were used in high precision, except the
+        experts in `low`."""
         places = np.array(used, dtype=np.intp)
         of_last_use, of_uses, of_high_uses, _ = self._weights
         uses = self._numbers[_USES, layer]

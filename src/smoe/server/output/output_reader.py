@@ -125,8 +125,8 @@ class OutputReader:
         return taken
 
     def until(self, marks: Sequence[str], show: Callable[[str], None], *, strips: bool = False) -> Steps[str | None]:
-        """Pass the text before the first of `marks` to `show`. Return this mark, which stays in `rest`; None at the end
-        of the text.
+        """Pass the text before the first of `marks` to the function `show`. Return this mark, which stays in `rest`;
+        None if the text ends before any mark.
 
         `strips`: white space before the mark is not passed on.
         """
@@ -152,11 +152,12 @@ class OutputReader:
                 yield
 
     def _may_be_longer(self, text: str, mark: str, marks: Sequence[str]) -> bool:
-        """Return whether `text`, which begins with `mark`, may turn out to begin with a longer mark."""
+        """Return whether more text could turn `mark`, with which `text` begins, into a longer mark."""
         return not self.is_over and any(each.startswith(text) for each in marks if len(each) > len(text) >= len(mark))
 
     def blanks(self, characters: str = " \t\r\n") -> Steps[str]:
-        """Consume and return white space, waiting for the first other character or the end of the text."""
+        """Consume and return white space, up to the first other character or the end of the text. Waits for text if
+        necessary."""
         while True:
             found = self.rest[: len(self.rest) - len(self.rest.lstrip(characters))]
             if len(found) < len(self.rest) or self.is_over:
@@ -164,7 +165,7 @@ class OutputReader:
             yield
 
     def begins_with(self, marks: Sequence[str]) -> Steps[str | None]:
-        """Return the mark at the start of `rest`, without consuming it; None without a mark."""
+        """Return that one of `marks` with which `rest` begins, without consuming it; None if there is none."""
         while True:
             found = next((mark for mark in marks if self.rest.startswith(mark)), None)
             if found is not None or self.is_over or not any(mark.startswith(self.rest) for mark in marks):

@@ -48,8 +48,8 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def standing_alone(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a part of the schema `root` that can be used alone: a copy with `root` under `$defs`, if it has
-    references."""
+    """Return `schema`, a part of the schema `root`, in a form that can be used alone. If it has references, the result
+    is a copy that contains `root` under `$defs`."""
     if '"$ref"' not in json.dumps(schema):
         return dict(schema)
     return {**_with_root(schema), "$defs": {_ROOT: _with_root(root)}}
@@ -83,7 +83,7 @@ def alternatives(schema: Mapping[str, Any]) -> list[Any]:
 
 
 def types_of(schema: Any) -> frozenset[str]:
-    """Return the JSON types that a schema allows; an empty set if it does not restrict them."""
+    """Return the JSON types that a schema allows; an empty set if the schema allows any type."""
     if not isinstance(schema, Mapping):
         return frozenset()
     if others := alternatives(schema):
@@ -134,8 +134,8 @@ def pattern_of(schema: Mapping[str, Any]) -> str:
 
 
 def value_of(text: str, schema: Any) -> Any:
-    """Return the value of an argument written as text: parsed as JSON if the schema allows the resulting type,
-    otherwise the text."""
+    """Return the value of an argument that was written as text. If the text is JSON of a type that the schema allows,
+    return the parsed value, otherwise the text itself."""
     kinds, plain = types_of(schema), text.strip()
     try:
         value = _LITERALS[plain] if plain in _LITERALS else json.loads(plain, strict=False)

@@ -35,13 +35,13 @@ class Rules:
         return "\n".join([f"start: {' | '.join(starts)}", *self._lines]) + "\n"
 
     def add(self, *parts: str, options: str = "") -> str:
-        """Add a rule that matches `parts` in order, and return its name."""
+        """Add a rule that matches the given parts in order. Return the rule's name."""
         name = f"r_{len(self._lines)}"
         self._lines.append(f"{name}{options}: {' '.join(part for part in parts if part) or _literal('')}")
         return name
 
     def any_of(self, parts: Sequence[str]) -> str:
-        """Add a rule that matches any one of `parts`, and return its name."""
+        """Add a rule that matches any one of the given parts. Return the rule's name."""
         return self.add(" | ".join(parts))
 
     def text(self, text: str) -> str:
@@ -64,7 +64,8 @@ class Rules:
         return self.json(parameters_of(function))
 
     def any_text(self, close: str, pattern: str = "(?s:.*)") -> str:
-        """Add a rule that matches any text of `pattern` followed by `close`, and return its name."""
+        """Add a rule that matches any text of the regular expression `pattern`, followed by the mark `close`. Return
+        the rule's name."""
         if self._find.search(close):
             return self.add(f"/{pattern}/", self.text(close))
         return self.add(f"/{pattern}/", options=f"[suffix={_literal(close)}]")

@@ -113,7 +113,8 @@ class Tagged(CallSyntax):
         return has_ended
 
     def _until(self, reader: OutputReader, close: str, show: Callable[[str], None]) -> Steps[bool]:
-        """Pass a value's text to `show`, and consume the mark `close`; return False if the mark is missing."""
+        """Pass the text of an argument's value to the function `show`, and consume the mark `close` after it. Return
+        False if the mark is missing."""
         mark = yield from reader.until((f"\n{close}", close) if self.trims else (close,), show)
         reader.take(len(mark or ""))
         return mark is not None
@@ -192,7 +193,7 @@ class Nested(CallSyntax):
         return "".join(taken)
 
     def _value_of(self, text: str, schema: Any, root: Mapping[str, Any]) -> Any:
-        """Return the value of an element's content `text`, according to its schema."""
+        """Return the JSON value of an element whose content is `text`, according to the element's schema."""
         schema = resolved(schema, root)
         kinds = types_of(schema)
         if not text.strip() and kinds and kinds <= {"array", "object", "null"}:
