@@ -44,7 +44,8 @@ _LEAST_GAIN = 0.01
 
 @dataclass(frozen=True)
 class MachineOptions(EngineOptions):
-    """The engine's options for `smoe plan`: here --profile alone selects the machine to forecast for."""
+    """The engine's options for `smoe plan`. In contrast to other commands, --profile alone selects the machine for
+    which the forecast is made."""
 
     def config(self, sequences: int = 1) -> EngineConfig:
         options: Any = self

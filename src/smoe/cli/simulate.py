@@ -34,8 +34,8 @@ def command(
 
     The engine's own plans run on a virtual clock. A claim is a gain: how many times faster one system is than another.
     It holds if the smallest gain of the simulation is above 1 and at least nine tenths of the paper's smallest. It
-    holds in part if only the largest simulated gain is, and by less if none is. od-moe also claims figures: such a
-    claim holds if the simulated figure is within its tolerance.
+    holds in part if only the largest simulated gain is that large. It holds by less if no simulated gain is that large,
+    but all are above 1. od-moe also claims figures: such a claim holds if the simulated figure is within its tolerance.
 
     Every finished setting is stored in the user's cache folder: an interrupted command continues there, and a setting
     that this version of smoe has simulated is not simulated again.

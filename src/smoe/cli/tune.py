@@ -87,8 +87,8 @@ def command(
     largest whose perplexity rises by no more, at the upper bound of its interval of 95 %. The result is stored for this
     model and applies wherever at least as many experts are resident; --preset smoe uses it.
 
-    With --prices: measure what it costs to drop an expert, to replace it by a resident one, or, with low-precision
-    copies, to compute its copy: in nats, by layer. The table is stored for this model; --preset balanced and
+    With --prices: measure the quality cost, in nats and by layer, of dropping an expert, of replacing it by a resident
+    one and, with low-precision copies, of computing its copy. The table is stored for this model; --preset balanced and
     --max-perplexity-increase of other commands use it.
 
     With --cache: find the weights of HOBBIT's cache whose misses cost least on recorded traces, in a cache of this
@@ -110,10 +110,11 @@ def command(
     With --prefetch auto, --eviction auto, or both: a tournament of all predictors, or all evictions, on a text. The
     text is read once; every candidate is simulated with the times of this machine, and the best ones are run in turns,
     compared with no prefetch or with the usual eviction. Candidates that must be learned take part if they have been.
-    The usual choice wins ties: another replaces it only if it was more than 2 % faster in three rounds, or, in up to
-    seven rounds, in three more than it was not. The result is stored for this model and machine; --prefetch auto and
-    --eviction auto, the defaults, use it where about as many experts are resident (within a third). With both,
-    predictors are compared with the eviction that won. --forget deletes stored results.
+    The usual choice wins ties: another replaces it only if it was more than 2 % faster in each of three rounds. If the
+    fastest candidate has not won all three, there are up to seven rounds, and it must win three more than it does not
+    win. The result is stored for this model and machine; --prefetch auto and --eviction auto, the defaults, use it
+    where about as many experts are resident (within a third). With both, predictors are compared with the eviction that
+    won. --forget deletes stored results.
     """
     _measure_what_is_asked(model, engine, tuned, json)
 

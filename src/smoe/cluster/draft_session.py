@@ -4,7 +4,8 @@
     coordinator                                   <-- WELCOME (what to open)                 <-- WELCOME: it is in
     coordinator    KEYS, FOLLOW -->   EXPECTED <--   both BEAT; when silent, gone or invalid: goes on without it
 
-A greeting repeats everything, so either side may be first or restart. Only the link's thread may use this module.
+A greeting contains the draft model's whole state, so either machine may be started first, or restarted. Only the link's
+thread may use this module.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     model's thread    begin: a token at its position   pause: a prompt, a batch     predicted: predictions so far
     link's thread     next_message: missing keys and values, in parts, then the token     receive: predicted experts
 
-Only the newest token is sent: an unsent one is useless when the model has gone on. Keys and values are sent once, and
-again from the position to which the text was rewound. Predictions decide only what is loaded early.
+Only the newest token is sent. An older token that was not sent in time is useless, because the model has decoded it
+already. Keys and values are sent once, and again from the position to which the text was rewound. Predictions decide
+only what is loaded early.
 """
 
 from __future__ import annotations

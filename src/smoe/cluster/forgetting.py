@@ -84,7 +84,7 @@ def forget_worker(name: str, worker: str) -> list[str]:
 
 
 def _local_workers(coordinator: Coordinator) -> list[str]:
-    """Return the folders in which `smoe cluster up` stores the workers of this machine."""
+    """Return the folders of this cluster's workers that `smoe cluster up` has started on this machine."""
     found = []
     for folder in joined():
         with suppress(ClusterError):  # damaged, so it belongs to no cluster

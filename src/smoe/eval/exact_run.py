@@ -146,7 +146,8 @@ class RunListener(StepObserver):
         return gates, corrected
 
     def _best(self, place: int, logits: torch.Tensor) -> np.ndarray:
-        """Return the best experts of the layer at `place`, given its router's logits [1, E]."""
+        """Return the best experts of the layer at index `place` among the MoE layers, given its router's logits [1,
+        E]."""
         layer = self.layers[place]
         rule = self._rules[layer.layer]
         most = min(layer.top_k + SPARES, layer.experts)

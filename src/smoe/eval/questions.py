@@ -199,8 +199,8 @@ class Reader:
         """(a number of tokens in the KV cache, the log probabilities [V] of the next token after them)."""
 
     def likelihood(self, context: str, continuation: str) -> tuple[float, bool]:
-        """Return (log probability of `continuation` after `context`, whether each of its tokens was the most probable
-        one)."""
+        """Return (log probability of `continuation` after `context`, whether each token of the continuation was the
+        most probable one)."""
         before, whole = self._ids(context), self._ids(context + continuation)
         if whole[: len(before)] != before or len(whole) == len(before):  # a token spans the border
             whole = before + self._tokenizer(continuation, add_special_tokens=False)["input_ids"]

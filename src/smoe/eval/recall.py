@@ -23,8 +23,11 @@ choices."""
 
 
 def by_token(right: np.ndarray, exists: np.ndarray, wanted: int) -> np.ndarray:
-    """Return recall(n) [N] by equation 2, from c [Q, N, L], A [Q, N] and `wanted` = K L. It is NaN if no prompt has a
-    token n."""
+    """Return [N], the recall of each token number n by OD-MoE's equation 2; NaN if no prompt has a token n.
+
+    `right`: [Q, N, L], c, how many chosen experts were predicted. `exists`: [Q, N], A, whether prompt q has a token n.
+    `wanted`: K L, the number of experts chosen for a token in all layers.
+    """
     counted = exists.sum(axis=0) * wanted
     found = (right * exists[..., None]).sum(axis=(0, 2))
     share: np.ndarray = np.divide(found, counted, out=np.full(len(counted), np.nan), where=counted > 0)
@@ -32,15 +35,18 @@ def by_token(right: np.ndarray, exists: np.ndarray, wanted: int) -> np.ndarray:
 
 
 def overall(right: np.ndarray, exists: np.ndarray, wanted: int) -> float:
-    """Return the recall over all tokens by equation 3, from c [Q, N, L], A [Q, N] and `wanted` = K L."""
+    """Return the recall over all tokens by OD-MoE's equation 3: the fraction of the chosen experts that were predicted.
+
+    The arguments are those of `by_token`.
+    """
     return float((right * exists[..., None]).sum() / (wanted * exists.sum()))
 
 
 def named_right(chosen: np.ndarray, named: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """Return c [N, L]: how many of the experts `chosen` [N, L, K] are among the first `most` [L] of those predicted,
-    `named` [N, L, M].
+    """Return c [N, L], how many chosen experts were predicted. `chosen`: [N, L, K] experts; `named`: [N, L, M]
+    predicted experts, best first, of which the first `most` [L] count.
 
-    `NO_EXPERT` in either counts as no expert. No expert may be predicted twice.
+    `NO_EXPERT` counts as no expert in both arrays. No expert may be predicted twice.
     """
     is_real = (np.arange(named.shape[-1]) < most[:, None]) & (named != NO_EXPERT)  # [N, L, M]
     hit = (named[..., :, None] == chosen[..., None, :]).any(axis=-1) & is_real
@@ -50,7 +56,8 @@ def named_right(chosen: np.ndarray, named: np.ndarray, most: np.ndarray) -> np.n
 
 @dataclass(frozen=True)
 class Recall:
-    """How many experts one predictor has predicted. The letters are explained in the module."""
+    """How many of the chosen experts one predictor has predicted. The module explains the letters c, A, Q, N, L, K and
+    S."""
 
     right: np.ndarray
     """[S + 1, Q, N, L] c of equations 2 and 3, for 0 to S predicted experts in addition to the layer's top-k."""

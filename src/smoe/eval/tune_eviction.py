@@ -124,7 +124,7 @@ class _Counting:
         self._done, self._total = 0, total
 
     def __call__(self, traces: Sequence[Trace]) -> tuple[dict[str, int], int]:
-        """Return ({policy: misses} on all `traces`, the number of uses)."""
+        """Return ({policy: its misses} on all `traces` together, the number of uses of experts)."""
         misses, uses = dict.fromkeys(RIVALS, 0), 0
         for trace in traces:
             found, used = miss_counts(trace, self._slots, self._next_use, self._passes)

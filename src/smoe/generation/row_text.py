@@ -36,8 +36,8 @@ class RowText:
         return copy
 
     def in_common(self, ids: Sequence[int], factors: Factors) -> int:
-        """Return how many first tokens of the row a prompt can reuse. The prompt has the tokens `ids` and these rotary
-        factors."""
+        """Return how many of the row's first tokens can be reused for a prompt. `ids`: the prompt's tokens; the other
+        argument: the rotary factors of the prompt."""
         return min(common_beginning(self.ids, ids), self._alike if factors == self._factors else 0)
 
 

@@ -25,7 +25,7 @@ class Route(NamedTuple):
 
 
 class Missing(NamedTuple):
-    """An expert that the layer needs and that is neither resident nor in flight."""
+    """An expert that the layer needs and that is neither resident nor in flight, with its routes."""
 
     expert: int
     routes: Sequence[Route]

@@ -1,9 +1,9 @@
 """Decides which worker of a cluster computes which missing expert, and which experts the coordinator loads itself.
 
 The result of an expert does not depend on the machine, so a placement affects time only. There are two rules. *finish*
-is ours: experts in order of importance go to the machine that finishes them first, usually one that holds them.
-*round-robin* is OD-MoE's (section 3.1): workers form groups of K, layers use the groups in turn, and the coordinator
-loads nothing.
+is smoe's own: each expert, in order of importance, goes to the machine that will finish it first, usually one that has
+it in memory. *round-robin* is OD-MoE's (section 3.1): workers form groups of K, layers use the groups in turn, and the
+coordinator loads nothing.
 """
 
 from __future__ import annotations

@@ -218,8 +218,8 @@ class SlotTable:
 
 
 class ExpertsAtHand:
-    """A container of one layer's experts that need no load, because they are in memory or in flight. For experts in
-    `low`, a low-precision copy suffices."""
+    """A container of the experts of one layer that need no load, because they are in memory or in flight. For the
+    experts in `low`, a low-precision copy suffices."""
 
     __slots__ = ("_layer", "_low", "_table")
 
@@ -238,7 +238,7 @@ class ExpertsAtHand:
 
 
 class ExpertsUnderWay(ExpertsAtHand):
-    """A container of one layer's experts that are in flight."""
+    """A container of the experts of one layer that are in flight."""
 
     __slots__ = ()
 
@@ -247,7 +247,7 @@ class ExpertsUnderWay(ExpertsAtHand):
 
 
 class LowCopiesHere:
-    """A container of one layer's experts whose low-precision copies are in memory."""
+    """A container of the experts of one layer whose low-precision copies are in memory."""
 
     __slots__ = ("_layer", "_ready")
 

@@ -25,7 +25,7 @@ MOST_MATRICES = 128
 
 
 def matrices_of(paths: Paths) -> np.ndarray:
-    """Return [M, L, E], how often each layer chose each expert in each of at most `MOST_MATRICES` sequences."""
+    """Return [M, L, E]: for each of at most `MOST_MATRICES` sequences, how often each layer chose each expert."""
     widest = max(layer.experts for layer in paths.layers)
     found = [multi_hot(chosen, widest).sum(axis=0) for chosen in paths.of_sequences()]
     chosen_places = np.linspace(0, len(found) - 1, min(len(found), MOST_MATRICES)).round().astype(int)

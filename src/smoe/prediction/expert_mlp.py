@@ -50,7 +50,7 @@ def states(
 
 
 def state_width(layers: Sequence[RoutedLayer]) -> int:
-    """Return the number of inputs of the network."""
+    """Return the number of inputs of the network for a model with these layers."""
     top_k, widest = max(layer.top_k for layer in layers), max(layer.experts for layer in layers)
     return (len(layers) - 1) * top_k + widest + top_k * widest
 

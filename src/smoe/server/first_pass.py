@@ -1,6 +1,8 @@
-"""A first prompt and two tokens at start, so that no request waits for the costs of a model's first use.
+"""Generates two tokens after a short prompt when the server starts, so that no request waits for the costs of a model's
+first use.
 
-kernels compiled, or loaded from the user's cache | the libraries' own, made at first use | memory touched
+There are three such costs. Kernels are compiled, or loaded from the user's cache. The libraries make kernels of their
+own when they are first used. Memory is used for the first time.
 """
 
 from __future__ import annotations

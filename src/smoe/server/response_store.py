@@ -50,7 +50,8 @@ class ResponseStore:
         return self._found(name).response
 
     def messages(self, name: str, param: str) -> list[dict[str, Any]]:
-        """Return the conversation including a response. Raises an `ApiError` that names `param` for an unknown one."""
+        """Return the messages of a stored response's conversation, including the response. Raises an `ApiError` that
+        names the request's field `param` if the response is unknown."""
         found: list[dict[str, Any]] = json.loads(self._found(name, param).messages)
         return found
 

@@ -240,8 +240,8 @@ class _Trial:
         self._shadows = {rule: resident.copy() for rule in range(len(RULES)) if rule != leader}
 
     def charge(self, values: list[np.ndarray], used: np.ndarray, missed: int) -> None:
-        """Record one layer of a decode step that uses the experts at the indices `used`. `missed`: how many of them the
-        cache of the leader, the rule that is followed now, has missed."""
+        """Record one layer of a decode step that uses the experts at the indices `used`. `missed`: how many of these
+        experts the leader's cache has missed. The leader is the rule that is followed now."""
         self.misses[self._leader] += missed
         for rule, shadow in self._shadows.items():
             missing = shadow[used].tolist().count(False)
@@ -272,7 +272,7 @@ class _Trial:
 
 
 def _spread(old: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
-    """Return an array of length `size` with the values of `old` at the indices `place`, and zeros elsewhere."""
+    """Return an array of length `size` that has the values of `old` at the indices `place`, and zeros elsewhere."""
     new = np.zeros(size, dtype=old.dtype)
     new[place] = old
     return new

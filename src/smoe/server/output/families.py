@@ -1,4 +1,4 @@
-"""The formats of model families, found by texts in the chat template."""
+"""The output formats of model families. A family is recognised by strings that its chat template contains."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def parameters_of(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def properties_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of each argument, by name, with references resolved."""
+    """Return {name: schema} of a function's arguments, with references in the schemas resolved."""
     found = parameters.get("properties")
     properties = found if isinstance(found, dict) else {}
     return {name: resolved(schema, parameters) for name, schema in properties.items()}
