@@ -37,7 +37,8 @@ _SPREAD = 5.0
 
 
 class Activation(NamedTuple):
-    """An activation function that the GPU kernels support, described by its curve and parameters."""
+    """An activation function that the GPU kernels support, described by the function of one gate value (`curve`) and
+    its parameters."""
 
     curve: str
     has_gate: bool = True
@@ -48,8 +49,8 @@ class Activation(NamedTuple):
     shift: float = 0.0
 
     def of(self, wide: torch.Tensor) -> torch.Tensor:
-        """Return the activation of the first product's outputs, [n, 2I] (without a gate [n, I]), as [n, I]. This is the
-        reference, computed by torch."""
+        """Return the activation [n, I] of the first product's outputs [n, 2I] (without a gate [n, I]), computed by
+        torch as the reference."""
         curve = _CURVES[self.curve]
         if not self.has_gate:
             return curve(wide, self.alpha)
@@ -73,10 +74,10 @@ class Activation(NamedTuple):
 
 
 def activation_of(module: Any, activate: Callable[[torch.Tensor], torch.Tensor], has_gate: bool) -> Activation | None:
-    """Return the supported activation that equals `activate`, or None. `activate` takes the outputs of the first
-    product.
+    """Return the supported activation that computes the same as the function `activate`, or None if there is none.
+    `activate` takes the outputs of the first product.
 
-    `module` may have the limits of its family as attributes.
+    `module` may have the limits of its model family as attributes.
     """
     wide = _SPREAD * torch.randn(4, 2 * _PROBE, generator=torch.Generator().manual_seed(0))
     device = next((each.device for each in (*module.parameters(), *module.buffers())), wide.device)

@@ -17,7 +17,7 @@ from smoe.gpu_kernels.source import ExpertKind, Tile, source_of
 
 
 class Kernels(NamedTuple):
-    """The kernels for one kind of experts and one number of tokens (`source.py`)."""
+    """The compiled Triton kernels for one kind of experts and one number of tokens (`source.py`)."""
 
     experts_of: Any
     weighted_sum: Any
@@ -31,8 +31,7 @@ def is_available() -> bool:
 
 
 def kernels_of(kind: ExpertKind, tokens: int, tile: Tile | None = None) -> Kernels:
-    """Return the kernels for experts of one kind. Each entry, which describes one expert, has room for `tokens`
-    tokens."""
+    """Return the kernels for experts of one kind. In a launch, each expert may have up to `tokens` tokens."""
     text = source_of(kind, tokens, tile)
     name = f"<smoe slot experts {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     # Triton reads the text of functions from their file, via linecache

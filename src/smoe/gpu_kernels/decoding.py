@@ -19,12 +19,14 @@ _HALF_BIAS = 256.0
 
 
 def fits(form: Format) -> bool:
-    """Return whether a format is supported: it must be quantized and have no grid of points."""
+    """Return whether GPU kernels can dequantize a format: it must be quantized, and its elements must not be points of
+    a grid (a codebook of short vectors)."""
     return form.grid is None and not form.reals
 
 
 def run_length(form: Format) -> int:
-    """Return the number of elements in a run, which is the same for all runs of a format."""
+    """Return the number of elements in a run (elements whose codes are in neighbouring bytes). All runs of a format
+    have the same length."""
     (length,) = {run.numbers for group in form.groups for run in group.runs}
     return length
 
@@ -39,7 +41,7 @@ def alignment_of(address_alignment: int, row_bytes: int, form: Format) -> int:
 
 
 class Decoding:
-    """Makes the statements that dequantize one tile, run by run."""
+    """Makes the Triton statements that dequantize one tile of a quantized matrix, run by run."""
 
     def __init__(self, form: Format, alignment: int, mask: str, tile_mask: str) -> None:
         """`alignment`: the alignment of blocks in bytes. `mask` and `tile_mask`: the last arguments of loads of [N, B]
@@ -51,10 +53,10 @@ class Decoding:
         self.lines: list[str] = []
 
     def runs(self) -> Iterator[tuple[str, int, int]]:
-        """Yield for each run of a block: the name of the variable with its elements, float32 [N, B, R], its first
-        element, and its step.
+        """Yield for each run of a block: the name of the variable that holds the run's elements, float32 [N, B, R]; the
+        index of the run's first element; and the distance between its elements.
 
-        When a run is yielded, `lines` contain the statements that compute it.
+        When a run is yielded, `lines` contain the statements that compute the variable.
         """
         form = self._form
         scale = self._scalar(form.scale)
@@ -70,7 +72,8 @@ class Decoding:
                 yield self._named(number), run.first, run.step
 
     def _named(self, expression: str) -> str:
-        """Return the variable with the value of an expression. If there is none, add a statement that computes it."""
+        """Return the name of the variable that holds the value of an expression. If no variable holds it, add a
+        statement that computes one."""
         if expression not in self._known:
             name = self._known[expression] = f"v{len(self._known)}"
             self.lines.append(f"{name} = {expression}")
@@ -94,7 +97,7 @@ class Decoding:
         return self._named(f"{minimum} * {self._named(self._code(group.minimum))}.to(tl.float32)")
 
     def _code(self, fields: Sequence[Field | Bits]) -> str:
-        """Return an expression for the code of a group: int32 [N, B]."""
+        """Return a Triton expression for a code that each group has once, such as its scale code: int32 [N, B]."""
         return " + ".join(self._bits(self._byte(field), field) for field in fields if isinstance(field, Field))
 
     def _tile_code(self, fields: Sequence[Field | Bits | Points]) -> str:
@@ -155,11 +158,11 @@ class Decoding:
 
 
 def _looked_up(code: str, table: Sequence[float]) -> str:
-    """Return an expression that looks up a code in a table of 16 numbers, which is packed into one or four 32-bit
-    words.
+    """Return a Triton expression that looks up a code in a table of 16 numbers. The expression holds the table in one
+    or four 32-bit words.
 
-    One word is enough for eight numbers and their negatives if they are halves of small integers, as in E2M1. Otherwise
-    the numbers must be 8-bit integers.
+    One word is enough if the table consists of eight halves of small integers and their negatives, as in E2M1.
+    Otherwise the numbers must be 8-bit integers.
     """
     assert len(table) == 16, table
     doubled = [2 * number for number in table[:8]]

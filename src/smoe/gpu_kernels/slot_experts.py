@@ -23,7 +23,7 @@ class Entry(NamedTuple):
 
 
 class Table(NamedTuple):
-    """The experts of one launch, in the form that the kernel reads (`source.py`)."""
+    """The description of all experts in one kernel launch, as a tensor that the kernel reads (`source.py`)."""
 
     numbers: torch.Tensor
     """The numbers of all entries, int64, in the device's memory."""
@@ -51,7 +51,7 @@ class Layer(NamedTuple):
 
     @classmethod
     def of(cls, kind: ExpertKind, x: torch.Tensor, weights: torch.Tensor, order: torch.Tensor) -> Layer:
-        """Return the tensors of a layer, after allocating those for results."""
+        """Return the tensors of a layer, with newly allocated tensors for the results."""
         routes = weights.numel()
         inner = x.new_empty(routes, kind.inner, dtype=torch.float32)
         rows = x.new_empty(routes, kind.hidden, dtype=torch.float32)
@@ -83,7 +83,7 @@ class SlotExperts:
             self.launch(layer, self.table(layer, some, most), has_sum=has_sum and is_last)
 
     def table(self, layer: Layer, entries: Sequence[Entry], most: int) -> Table:
-        """Return the description of the experts for one launch, in the device's memory."""
+        """Return the table that describes the experts of one launch, in the device's memory."""
         assert not any(each.addresses[n] % step for each in entries for n, step in self._steps), "not aligned"
         tokens, width, numbers = padded(most), layer.weights.shape[1], list[int]()
         for addresses, routes in entries:
@@ -103,7 +103,7 @@ class SlotExperts:
             self._kernels(tokens).experts_of[programs,](*arguments, num_warps=tile.warps)
 
     def sum(self, layer: Layer) -> None:
-        """Compute only the weighted sum of rows that exist already, with one launch."""
+        """Compute only the weighted sum of expert outputs that earlier launches have stored, with one launch."""
         grid = len(layer.out), sum_tasks(self.kind, 1)
         with _chosen(layer.out.device):
             self._kernels(1).weighted_sum[grid](*layer[2:], layer.weights.shape[1], self.kind.hidden)

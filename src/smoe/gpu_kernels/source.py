@@ -58,7 +58,7 @@ loads."""
 
 
 class MatrixLayout(NamedTuple):
-    """The layout that one matrix has in every expert."""
+    """The shape and storage format of one expert matrix, which are the same for every expert of a layer."""
 
     outputs: int
     columns: int
@@ -78,7 +78,7 @@ class MatrixLayout(NamedTuple):
 
 
 class ExpertKind(NamedTuple):
-    """A kind of experts that one generated kernel computes."""
+    """The shapes, formats and activation of a layer's experts. One kernel is generated for each such description."""
 
     hidden: int
     inner: int
@@ -93,11 +93,11 @@ class ExpertKind(NamedTuple):
 
     @property
     def addresses(self) -> int:
-        """The number of addresses in an entry."""
+        """The number of addresses in the table entry that describes an expert."""
         return len(self.ups) + 1 + (2 if self.has_bias else 0)
 
     def entry_numbers(self, tokens: int) -> int:
-        """Return the number of int64 numbers in an entry with room for `tokens` tokens."""
+        """Return the number of int64 numbers in the table entry of an expert, with room for `tokens` tokens."""
         return self.addresses + 2 * tokens
 
 
@@ -117,8 +117,8 @@ def tile_for(tokens: int) -> Tile:
 
 
 def source_of(kind: ExpertKind, tokens: int, tile: Tile | None = None) -> str:
-    """Return the text of a Python module with the kernels. `tokens` (1, 2, 4 or 8): the number of tokens for which an
-    entry has room."""
+    """Return the text of a Python module with the Triton kernels. `tokens` (1, 2, 4 or 8): the largest number of tokens
+    of one expert in a launch."""
     tile = tile_for(tokens) if tile is None else tile
     layouts = list(dict.fromkeys((*kind.ups, kind.down)))
     products = [_product(f"product{n}", each, tokens, tile, kind.dtype) for n, each in enumerate(layouts)]
@@ -129,12 +129,12 @@ def source_of(kind: ExpertKind, tokens: int, tile: Tile | None = None) -> str:
 
 
 def tasks_of(kind: ExpertKind, tile: Tile) -> tuple[int, int]:
-    """Return how many tasks `up` and how many tasks `down` an expert has."""
+    """Return the number of tasks `up` and the number of tasks `down` that an expert takes."""
     return -(-kind.inner // tile.outputs), -(-kind.hidden // tile.outputs)
 
 
 def sum_tasks(kind: ExpertKind, tokens: int) -> int:
-    """Return how many tasks the sum for `tokens` tokens has."""
+    """Return the number of tasks that the weighted sum for `tokens` tokens takes."""
     return tokens * -(-kind.hidden // SUM_COLUMNS)
 
 
@@ -273,8 +273,8 @@ def _of_blocks(layout: MatrixLayout, tokens: int, tile: Tile) -> list[str]:
 
 
 def _whole(most: int, count: int) -> int:
-    """Return the largest power of two, at most `most`, whose multiples cover `count` without extending far beyond its
-    end."""
+    """Return the largest power of two, at most `most`, with which `count` elements can be divided into equal pieces
+    without the last piece extending far beyond the end."""
     width = 1 << (most.bit_length() - 1)
     while width > 1 and -count % width * _WASTE > count:
         width //= 2
@@ -286,7 +286,8 @@ def _mask(outputs: str, columns: str, is_ragged: object) -> str:
 
 
 def _entry(kind: ExpertKind, tokens: int) -> list[str]:
-    """Return the first statements of tasks `up` and `down`, which load the routes from the entry."""
+    """Return the first Triton statements of the tasks `up` and `down`. They load the expert's routes from its table
+    entry."""
     first, lines = kind.addresses, list[str]()
     for m in range(tokens):
         lines.append(f"route{m} = tl.load(entry + {first + m})")
@@ -295,7 +296,7 @@ def _entry(kind: ExpertKind, tokens: int) -> list[str]:
 
 
 def _outputs(tile: Tile, count: int) -> list[str]:
-    """Return the statements that compute the N outputs' numbers of a task."""
+    """Return the Triton statements that compute the indices of the N outputs of a task."""
     return [
         f"output = part * {tile.outputs} + tl.arange(0, {tile.outputs})",
         f"inside = output < {count}",

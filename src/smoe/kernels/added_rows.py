@@ -19,9 +19,9 @@ NAME = "add_rows"
 def module_of(isa: Isa) -> str:
     """Return the LLVM text of the function `add_rows(given, gains, -, -, begin, end, H)`.
 
-    The function computes the columns from `begin` to `end` - 1, whose number is a multiple of the lanes. `given`
-    contains the number of rows, and then for each row its address (bf16 [H]) and that of its total (float32 [H]).
-    `gains` are float32.
+    The function computes the columns from `begin` to `end` - 1 of every total; their number is a multiple of the lanes
+    of a register. `given` contains the number of rows, then for each row two addresses: that of the row (bf16 [H]) and
+    that of its total (float32 [H]). `gains` are float32, one per row.
     """
     module = ir.Module()
     code = Code(module, isa, NAME, ("*given", "*gains", "*-", "*--", "begin", "end", "H"))

@@ -46,8 +46,8 @@ key head; the scale (a float32's bits); the addresses of expf and of `sums`."""
 
 
 def fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Return whether the kernel supports these tensors: query [1, heads, 1, size], keys and values [1, key heads, n,
-    size]."""
+    """Return whether the attention kernel supports these tensors: query [1, heads, 1, size], keys and values [1, key
+    heads, n, size]."""
     tensors = query, keys, values
     rows, heads, tokens, size = query.shape
     return (
@@ -65,11 +65,9 @@ def fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
 def attend(
     pool: SpinningPool, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the attention of one token [1, 1, heads, size], and for each head what its softmax has computed. Tensors
-    are as for `fits`.
-
-    The second result is float32 [heads, 2]: the largest score, and the sum of exp(score - largest).
-    """
+    """Return the attention output of one token [1, 1, heads, size], and two numbers of each head's softmax as float32
+    [heads, 2]: the largest score, and the sum of exp(score - largest). `query`, `keys` and `values` have the shapes
+    that `fits` describes."""
     heads, size, count = query.shape[1], query.shape[3], keys.shape[2]
     shared = heads // keys.shape[1]
     group = group_of(shared, heads, pool.threads)
@@ -87,15 +85,16 @@ def attend(
 
 
 def group_of(shared: int, heads: int, threads: int) -> int:
-    """Return the number of query heads in a unit: all that share a key head (`shared`), or a divisor of that number if
-    threads would otherwise be idle."""
+    """Return the number of query heads that one thread computes at a time: all query heads that share a key head
+    (`shared`), or a divisor of their number if threads would otherwise be idle."""
     parts = [n for n in range(1, shared + 1) if shared % n == 0 and n <= _MOST_HEADS]
     return max((n for n in parts if heads // n >= 2 * threads), default=1)
 
 
 @functools.cache
 def libm() -> ctypes.CDLL | None:
-    """Return the mathematical library whose bits torch's functions have, or None on systems without glibc."""
+    """Return the C mathematical library (glibc's libm), whose `expf` has torch's bits, or None on systems without
+    glibc."""
     try:
         return ctypes.CDLL("libm.so.6")
     except OSError:
@@ -127,7 +126,8 @@ declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 
 
 def _attention() -> str:
-    """Return the text of the main function: a loop over blocks of 512 keys, with temporary memory on the stack."""
+    """Return the LLVM text of the kernel's main function: a loop over blocks of 512 keys, with temporary memory on the
+    stack."""
     loads = [
         f"  %{name}.at = getelementptr i64, ptr %fields, i64 {n}\n  %{name} = load i64, ptr %{name}.at"
         for n, name in enumerate(_FIELDS)
@@ -201,8 +201,8 @@ because its address changes between processes."""
 
 
 def _own_part() -> str:
-    """Return LLVM text that computes the addresses of a unit's query heads, keys, values, outputs and sums, and
-    allocates its temporary memory."""
+    """Return LLVM text that computes the addresses of the query heads, keys, values, outputs and sums of one unit of
+    work, and allocates temporary memory for the unit."""
     return f"""\
   %first = mul i64 %unit, %group
   %kv = sdiv i64 %unit, %splits

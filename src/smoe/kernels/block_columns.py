@@ -33,8 +33,8 @@ _SPREAD = 0x00204081
 
 
 def is_in_planes(isa: Isa, form: Format) -> bool:
-    """Return whether points of a format's grid are looked up one component at a time, so that a register has one
-    component of many points.
+    """Return whether the points of a format's grid (a codebook of short vectors) are looked up one component at a time,
+    so that a register has one component of many points.
 
     CPUs that can permute the bytes of two registers do this in a sixth of the time of loads.
     """
@@ -46,8 +46,8 @@ class Columns:
     """One block of each of several rows (as many as a register has lanes), loaded as columns of four bytes."""
 
     def __init__(self, code: Code, form: Format, places: Sequence[Value], zero: int = 0) -> None:
-        """`places`: the address of the block in each row. `zero`: a constant that is added to elements of grid
-        points."""
+        """`places`: for each row of the matrix, the address of the row's block. `zero`: a constant that is added to
+        elements of grid points."""
         self._code = code
         self._form = form
         self._places = places
@@ -65,11 +65,11 @@ class Columns:
         return self._whole((Field(byte),))
 
     def codes(self, fields: Sequence[Field | Bits | Points], i: int) -> list[Value]:
-        """Return the codes of the elements i to i + 15 of a run, as four registers [4 * lanes] with one code in each
-        byte.
+        """Return the codes (quantized numbers) of the elements i to i + 15 of a run, as four registers [4 * lanes] with
+        one code in each byte.
 
-        A 32-bit word contains the codes of four neighbouring elements, or with `is_in_planes` those of i, i + 4, i + 8
-        and i + 12.
+        A 32-bit word contains the codes of four neighbouring elements. With `is_in_planes`, it contains those of the
+        elements i, i + 4, i + 8 and i + 12.
         """
         build, found = self._code.build, [None] * 4
         for field in fields:
@@ -97,8 +97,8 @@ class Columns:
         return code.times(number, scalar.factor)
 
     def gain(self, group: Group, scale: Value) -> Value:
-        """Return the factor by which a group's codes are multiplied, as float32 [lanes]. `scale`: the scale of the
-        blocks."""
+        """Return the factor by which the codes of a group are multiplied, for every row, as float32 [lanes]. `group`:
+        elements of a block that share a scale. `scale`: the scales of the rows' blocks."""
         code, build, form = self._code, self._code.build, self._form
         if not group.scale:
             return scale
@@ -113,8 +113,8 @@ class Columns:
         return build.fmul(build.sitofp(whole, code.registers(FLOAT)), scale)
 
     def offset(self, group: Group, minimum: Value) -> Value:
-        """Return the number that is subtracted from every element of a group, as float32 [lanes]. `minimum`: the
-        minimum of the blocks."""
+        """Return the number that is subtracted from every element of a group, for every row, as float32 [lanes].
+        `group`: elements of a block that share a scale. `minimum`: the minima of the rows' blocks."""
         if not group.minimum:
             return minimum
         whole = self._whole(group.minimum)
@@ -132,8 +132,8 @@ class Columns:
         return total
 
     def _word_with(self, piece: Field) -> tuple[Value, int]:
-        """Return the 32-bit words of every row that contain the bits of a field, and the number of the field's first
-        bit in them."""
+        """Return the 32-bit words of every row that contain the bits of `field`, and the number of the field's first
+        bit in the words."""
         last = piece.byte + (piece.shift + piece.mask.bit_length() - 1) // 8
 
         def holds(first: int) -> bool:
@@ -148,8 +148,8 @@ class Columns:
         return self.words(first)[word], 8 * inside + piece.shift
 
     def _field(self, field: Field, i: int) -> list[Value]:
-        """Return (byte >> shift & mask) << left for 16 bytes of every row. Bits that come from a neighbouring byte are
-        masked out."""
+        """Return (byte >> shift & mask) << left for 16 bytes of every row, where shift, mask and left are those of
+        `field`. Bits that come from a neighbouring byte are masked out."""
         code, build, lanes = self._code, self._code.build, self._code.isa.lanes
         right, mask = field.shift - field.left, field.mask << field.left
         parts = self.words(field.byte + i)
@@ -170,7 +170,8 @@ class Columns:
         return found
 
     def _of_points(self, points: Points) -> list[Value]:
-        """Return all elements of a run of grid points, with their signs applied, plus `zero`."""
+        """Return all elements of a run that is stored as indices of grid points (a codebook of short vectors), with
+        their signs applied, plus `zero`."""
         code, grid, zero, found = self._code, points.grid, self._zero, list[Value]()
         build, lanes = code.build, code.isa.lanes
         data = (grid.points.astype(np.int16) + zero).astype(np.uint8).tobytes()
@@ -188,7 +189,7 @@ class Columns:
         return [self._signed(number, signs, numbers_of) for number, numbers_of in zip(numbers, places, strict=True)]
 
     def _in_planes(self, points: Points) -> list[Value]:
-        """Return the same as `_of_points`, computed one component of all points at a time."""
+        """Return the elements that `_of_points` returns, computed one component of all grid points at a time."""
         code, build, lanes, grid = self._code, self._code.build, self._code.isa.lanes, points.grid
         bytes_ = [index[0]._replace(left=8 * n) for n, index in enumerate(points.indices)]
         places = build.bitcast(self._whole(bytes_), code.registers(BYTE, 4 * lanes))
@@ -209,8 +210,8 @@ class Columns:
         return found
 
     def _are_set(self, bytes_: Value, bits: Sequence[tuple[int, int]]) -> Value:
-        """Return for four elements of every row whether a bit of the row's word is set. `bits`: (byte, bit) for each
-        element."""
+        """Return, for four elements of every row, whether a bit of the row's word is set. `bits`: (byte, bit) for each
+        of the four elements."""
         code, build, count = self._code, self._code.build, bytes_.type.count
         copies = code.pick(bytes_, [i // 4 * 4 + bits[i % 4][0] for i in range(count)])
         masked = build.and_(copies, code.bytes([1 << bits[i % 4][1] for i in range(count)]))
@@ -228,7 +229,7 @@ class Columns:
         return code.loaded_each(ir.IntType(8 * width), addresses)
 
     def _signs(self, points: Points) -> Value:
-        """Return the signs of a run, in bytes 0 and 1 of every row's word: [4 * lanes]."""
+        """Return the sign bits of a run of grid points, in bytes 0 and 1 of every row's word: [4 * lanes]."""
         code, build, lanes = self._code, self._code.build, self._code.isa.lanes
         first, second = points.signs
         words = self._whole((*first, *(field._replace(left=field.left + 8) for field in second)))
@@ -241,15 +242,15 @@ class Columns:
         return build.or_(signs, build.xor(*odd))
 
     def _signed(self, numbers: Value, signs: Value, places: Sequence[int]) -> Value:
-        """Return four elements of every row after applying their signs: a negative element, number - zero, becomes zero
-        - number."""
+        """Return four elements of every row after applying their signs. The elements have `zero` added: a negative one,
+        number + zero, becomes zero - number."""
         build = self._code.build
         is_negative = self._are_set(signs, [(n // 8, n % 8) for n in places])
         twice = self._code.bytes([2 * self._zero] * numbers.type.count)
         return build.select(is_negative, build.sub(twice, numbers), numbers)
 
     def _power(self, exponent: Value) -> Value:
-        """Return 2 ** (exponent - 127) as float32 [lanes]."""
+        """Return 2 ** (exponent - 127) as float32 [lanes], for exponents given as int32 [lanes]."""
         code, build, lanes = self._code, self._code.build, self._code.isa.lanes
         bits = build.shl(exponent, code.words([23] * lanes))
         is_least = build.icmp_unsigned("==", bits, code.words([0] * lanes))
@@ -286,7 +287,8 @@ class Columns:
 
 
 def _in_one_piece(fields: Sequence[Field]) -> list[Field]:
-    """Return fields after merging those whose bits continue each other, even across bytes."""
+    """Return the fields of a code after merging neighbouring fields whose bits continue each other, even across
+    bytes."""
     found: list[Field] = []
     for field in fields:
         mask = field.mask & (255 >> field.shift)

@@ -91,12 +91,12 @@ class Code:
         return known
 
     def gathered(self, table: Value, places: Value, width: int) -> Value:
-        """Return entries of a table, each `width` bytes (4 or 8), as integers [n]. `places` [n]: the indices of the
-        entries."""
+        """Return entries of the table in memory at the address `table`, each `width` bytes (4 or 8), as integers [n].
+        `places` [n]: the indices of the entries."""
         return self._own.gathered(self, table, places, width)
 
     def loaded_each(self, kind: ir.Type, addresses: Sequence[Value]) -> Value:
-        """Return a register with the values at these addresses."""
+        """Return a register with the values of the type `kind` that are stored at `addresses`."""
         found = ir.Constant(self.registers(kind, len(addresses)), ir.Undefined)
         for n, address in enumerate(addresses):
             found = self.build.insert_element(found, self.load(kind, address), ir.Constant(WORD, n))
@@ -122,8 +122,8 @@ class Code:
         return self._own.looked_up(self, table, codes)
 
     def where_set(self, word: Value, numbers: Value, others: Value) -> Value:
-        """Return a register with numbers from two registers, selected by the bits of a word, lowest first: from
-        `numbers` where the bit is set, else from `others`."""
+        """Return a register with numbers from two registers. The bits of `word`, lowest first, select the number: a set
+        bit that of `numbers`, a clear bit that of `others`."""
         return self._own.where_set(self, word, numbers, others)
 
     def call(self, name: str, arguments: Sequence[Value]) -> None:
@@ -207,13 +207,13 @@ class Code:
         return self._own.nearest(self, reals)
 
     def splat(self, value: Value, lanes: int | None = None) -> Value:
-        """Return a register with copies of a number."""
+        """Return a register in which every lane is a copy of the number `value`."""
         kind = self.registers(value.type, lanes)
         one = self.build.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(WORD, 0))
         return self.pick(one, [0] * kind.count)
 
     def lane(self, register: Value, n: int) -> Value:
-        """Return a register with copies of number `n` of a register."""
+        """Return a register in which every lane is a copy of lane `n` of `register`."""
         return self.pick(register, [n] * self.isa.lanes)
 
     def pick(self, register: Value, lanes: Sequence[int]) -> Value:
@@ -227,8 +227,8 @@ class Code:
         return self.build.shuffle_vector(*registers, self.words(range(2 * registers[0].type.count)))
 
     def summed(self, register: Value) -> Value:
-        """Return the sum of a register's numbers. Its two halves are added, then the quarters of the result, and so
-        on."""
+        """Return the sum of the numbers in a register. The register's two halves are added, then the two halves of the
+        result, until one number is left."""
         while register.type.count > 1:
             half = register.type.count // 2
             low, high = range(half), range(half, 2 * half)
@@ -236,7 +236,7 @@ class Code:
         return self.build.extract_element(register, ir.Constant(WORD, 0))
 
     def widened(self, halves: Value) -> Value:
-        """Return bf16 numbers, given as 16-bit integers, as float32."""
+        """Return bf16 numbers, given as 16-bit integers, converted to float32."""
         wide = self.build.zext(halves, self.registers(WORD, halves.type.count))
         high = self.build.shl(wide, self.words([16] * halves.type.count))
         return self.build.bitcast(high, self.registers(FLOAT, halves.type.count))

@@ -12,8 +12,8 @@ _LINE = 64
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of rows of 8-bit activations. Matrices of formats with equal layouts can be multiplied with the same
-    rows."""
+    """The layout of rows of 8-bit activations. If two formats have equal layouts, the same rows can be multiplied with
+    matrices of both."""
 
     group: int
     """The number of elements that share a scale."""
@@ -23,7 +23,7 @@ class Layout:
 
     @classmethod
     def of(cls, form: Format) -> Layout:
-        """Return the layout of rows that are multiplied with matrices of a format."""
+        """Return the layout of the activation rows that are multiplied with matrices of the quantized format `form`."""
         return cls(form.numbers // len(form.groups), form.groups[0].runs[0].step)
 
     @property
@@ -31,11 +31,13 @@ class Layout:
         return f"{self.group}_{self.step}"
 
     def nbytes(self, columns: int) -> int:
-        """Return the bytes of a row with this number of columns, rounded up to whole cache lines."""
+        """Return the size in bytes of an activation row with this number of columns, rounded up to whole cache
+        lines."""
         return -(-(columns + 8 * (columns // self.group)) // _LINE) * _LINE
 
     def nbytes_value(self, code: Any, columns: Any) -> Any:
-        """Return a value of machine code that equals `nbytes(columns)`. `code`: a `builder.Code`."""
+        """Return the size in bytes of an activation row, `nbytes(columns)`, as a value of the machine code that is
+        being generated. `code`: a `builder.Code`."""
         build = code.build
         groups = build.mul(build.udiv(columns, code.number(self.group)), code.number(8))
         whole = build.add(build.add(columns, groups), code.number(_LINE - 1))

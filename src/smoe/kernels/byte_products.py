@@ -64,8 +64,8 @@ class _Codes(NamedTuple):
 
 
 def codes_of(isa: Isa, form: Format) -> _Codes:
-    """Return how a format's codes are represented: as signed bytes if the CPU multiplies those easily, else as unsigned
-    bytes if their products fit."""
+    """Return how the codes of a quantized format are represented as bytes: signed if the CPU multiplies signed bytes
+    easily, else unsigned if sums of their products fit."""
     if form.table is not None:
         unit = min(abs(number) for number in form.table if number)
         whole = tuple(round(number / unit) for number in form.table)
@@ -116,14 +116,15 @@ def _has_wide_strips(isa: Isa, form: Format) -> bool:
 
 
 def _bytes_of(run: Run, i: int) -> list[int]:
-    """Return the numbers of the bytes that contain the code of element `i` of a run, with that of the last field
-    first."""
+    """Return the numbers of the bytes that contain the code of element `i` of a run. The byte of the code's last field
+    comes first."""
     fields = [field.indices[0][0] if isinstance(field, Points) else field for field in run.fields]
     return [field.byte + i for field in reversed(fields)]
 
 
 class _Products:
-    """Builds the function `byte_products_F` for one format."""
+    """Builds the function `byte_products_F`, which multiplies 8-bit activation rows with a quantized matrix, for one
+    format F."""
 
     def __init__(self, code: Code, form: Format) -> None:
         self.code = code
@@ -163,13 +164,13 @@ class _Products:
                 code.loop(self.first, self.end, STRIPS * lanes, [], lambda n, _: self._strip(n))
 
     def build_one_row(self) -> None:
-        """Build the code for a single row."""
+        """Build the code that multiplies a single activation row with the matrix."""
         self._fetch_first()
         self.code.loop(self.first, self.end, self.code.isa.lanes, [], lambda n, _: self._one_row(n))
 
     def _fetch_first(self) -> None:
-        """Prefetch all weights of the first outputs at once. If they were prefetched part by part, each part would be
-        waited for."""
+        """Prefetch all weights of the first outputs at once. If they were prefetched piece by piece, the computation
+        would wait for each piece."""
         code, build = self.code, self.code.build
         outputs = build.sub(self.end, self.first)
         most = self._outputs_ahead()
@@ -183,7 +184,7 @@ class _Products:
         code.loop(code.number(0), build.mul(outputs, self.stride), _LINE, [], line)
 
     def _outputs_ahead(self) -> Value:
-        """Return by how many outputs the prefetch is ahead of the computation."""
+        """Return the distance from the computation to the prefetch, as a number of outputs (rows of the matrix)."""
         build, number, lanes = self.code.build, self.code.number, self.code.isa.lanes
         is_little = build.icmp_signed("<=", build.mul(self.stride, number(2 * lanes)), number(MOST_AHEAD))
         return build.select(is_little, number(2 * lanes), number(lanes))
@@ -199,14 +200,15 @@ class _Products:
         return code.at(self.w, build.mul(build.select(is_inside, following, n), self.stride))
 
     def _strip(self, n: Value) -> list[Value]:
-        """Compute one strip of outputs, from output `n` on, for several rows."""
+        """Build the code that computes one strip of outputs, from output `n` on, for several activation rows."""
         code = self.code
         code.loop(code.number(0), self.blocks, self.tile_blocks, [], lambda b, _: self._piece(n, b))
         self._store_outputs(n, STRIPS)
         return []
 
     def _one_row(self, n: Value) -> list[Value]:
-        """Compute outputs from `n` on for a single row. Codes are multiplied as soon as they are unpacked."""
+        """Build the code that computes outputs from output `n` on for a single activation row. Codes are multiplied as
+        soon as they are unpacked."""
         code, build, form, lanes = self.code, self.code.build, self.form, self.code.isa.lanes
         places, x = self._places(n, code.number(0)), self._row(code.number(0), code.number(0))
         following = self._following(n)
@@ -223,8 +225,8 @@ class _Products:
         return []
 
     def _add_block(self, places: Sequence[Value], x: ByteRow, ahead: Value, total: Value) -> Value:
-        """Return `total` [lanes] plus the product of the row with one block of each of `lanes` outputs. Also prefetch
-        at the address `ahead`."""
+        """Return `total` [lanes] plus the product of the activation row `x` with one block of each of `lanes` outputs.
+        Also prefetch at the address `ahead`."""
         code, form, lanes, kind = self.code, self.form, self.code.isa.lanes, self.codes
         columns = Columns(code, form, places, kind.zero)
         scale = columns.scalar(form.scale)
@@ -249,12 +251,13 @@ class _Products:
         return total
 
     def _gain(self, columns: Columns, group: Group, scale: Value) -> Value:
-        """Return the factor for a group's codes, as they are represented in bytes: float32 [lanes]."""
+        """Return the factor for the codes of a group in their byte representation: float32 [lanes]."""
         gain, unit = columns.gain(group, scale), self.codes.unit
         return gain if unit == 1 else self.code.build.fmul(gain, self.code.reals(unit))
 
     def _scaled(self, sums: Value, gain: Value, offset: Value, scale_at: Value, sum_at: Value, total: Value) -> Value:
-        """Return total [lanes] + scale * (gain * (codes . bytes - zero * sum of bytes) - offset * sum of bytes)."""
+        """Return total [lanes] + scale * (gain * (codes . bytes - zero * sum of bytes) - offset * sum of bytes), where
+        `bytes` are those of the activation row."""
         code, build, zero = self.code, self.code.build, self.codes.zero
         scale = code.splat(code.load(FLOAT, scale_at, 4))
         dots = build.sitofp(sums, code.registers(FLOAT))
@@ -267,13 +270,14 @@ class _Products:
         return code.fma(scale, code.fma(gain, dots, build.fneg(build.fmul(offset, x_sum))), total)
 
     def _copied(self, x: Value) -> Value:
-        """Return a register with four bytes of a row, copied for every output: [4 * lanes]."""
+        """Return a register in which the four bytes at the address `x` of an activation row are copied for every
+        output: [4 * lanes]."""
         code = self.code
         return code.build.bitcast(code.splat(code.load(WORD, x)), code.registers(BYTE, 4 * code.isa.lanes))
 
     def _words(self, x: Value) -> Iterator[Value]:
-        """Yield registers with 16 bytes of a row, four bytes at a time and copied for every output, in the order of
-        `Columns.codes`."""
+        """Yield four registers for 16 bytes of the activation row at the address `x`. Each has four of the bytes,
+        copied for every output, in the order of `Columns.codes`."""
         code = self.code
         if not self.is_in_planes:
             yield from (self._copied(code.at(x, n)) for n in range(0, PIECE, 4))
@@ -285,8 +289,8 @@ class _Products:
             yield code.build.bitcast(every, code.registers(BYTE, 4 * code.isa.lanes))
 
     def _places(self, n: Value, b: Value) -> list[Value]:
-        """Return the addresses of block `b` of the outputs n, n + 1 and so on. Beyond the last output, its address is
-        repeated."""
+        """Return, for each of `lanes` outputs from output `n` on, the address of block `b` in its row of the matrix.
+        Beyond the last output, the address of the last output is repeated."""
         code, build = self.code, self.code.build
         at, found = build.mul(b, code.number(self.form.nbytes)), []
         for r in range(code.isa.lanes):
@@ -296,7 +300,8 @@ class _Products:
         return found
 
     def _piece(self, n: Value, b: Value) -> list[Value]:
-        """Unpack a tile, the blocks from `b` on of the outputs from `n` on, and multiply it with all rows."""
+        """Build the code that unpacks one tile (the blocks from `b` on of the outputs from `n` on) and multiplies the
+        tile with all activation rows."""
         code, build = self.code, self.code.build
         left = build.sub(self.blocks, b)
         is_more = build.icmp_signed("<", left, code.number(self.tile_blocks))
@@ -309,8 +314,8 @@ class _Products:
         return []
 
     def _unpack(self, n: Value, b: Value, count: Value, strip: int) -> None:
-        """Unpack `count` blocks, from block `b` on, of `lanes` outputs from `n` on, into strip number `strip` of the
-        tile."""
+        """Build the code that unpacks `count` blocks, from block `b` on, of `lanes` outputs from output `n` on, into
+        strip number `strip` of the tile."""
         code, build, form, lanes = self.code, self.code.build, self.form, self.code.isa.lanes
         places = self._places(n, b)
         following = code.at(self._following(n), build.mul(b, code.number(form.nbytes * lanes)))
@@ -366,8 +371,8 @@ class _Products:
         return codes
 
     def _multiply(self, m: Value, b: Value, count: Value, rows: int) -> list[Value]:
-        """Multiply the rows from `m` to m + rows - 1 with the tile, which begins at block `b`, and add the products to
-        the rows' totals."""
+        """Multiply the activation rows `m` to m + rows - 1 with the tile, which begins at block `b`, and add the
+        products to the rows' totals."""
         code, build, lanes = self.code, self.code.build, self.code.isa.lanes
         places = [
             code.at(self.totals, build.mul(build.add(m, code.number(r)), code.number(self.total_row)))
@@ -403,7 +408,7 @@ class _Products:
         )
 
     def _add_group(self, g: Value, xs: Sequence[ByteRow], totals: Sequence[Value]) -> list[Value]:
-        """Return `totals` plus the products of group number `g` of the tile."""
+        """Return `totals` plus the products of the activation rows with group number `g` of the tile."""
         code, build, lanes, size = self.code, self.code.build, self.code.isa.lanes, self.layout.group
         tile = code.at(self.tile, build.mul(g, code.number(size * lanes)))
         at, lane_at = build.mul(g, code.number(4)), build.mul(g, code.number(4 * lanes))
@@ -422,7 +427,8 @@ class _Products:
         return found
 
     def _sums(self, tile: Value, xs: Sequence[Value]) -> list[Value]:
-        """Return the products codes . bytes of one group, by row and then by strip, each int32 [lanes]."""
+        """Return the integer products codes . bytes of one group, ordered by activation row and then by strip, each
+        int32 [lanes]."""
         code, lanes, kind = self.code, self.code.isa.lanes, self.codes
         sums = [code.dot_sum(kind.most, kind.is_signed) for _ in range(len(xs) * STRIPS)]
         words: list[Iterator[Value]] = []
@@ -439,8 +445,8 @@ class _Products:
         return [each.total() for each in sums]
 
     def _store_outputs(self, n: Value, strips: int) -> None:
-        """Store the totals of the outputs from `n` on, plus bias, in bf16 for every row: as whole registers, and at the
-        end one by one."""
+        """Store the totals of the outputs from `n` on, plus bias, in bf16 for every activation row. Whole registers are
+        stored where all their outputs exist, single numbers at the end."""
         code, build, lanes = self.code, self.code.build, self.code.isa.lanes
         left = build.sub(self.end, n)
         is_whole = build.icmp_signed(">=", left, code.number(strips * lanes))
@@ -451,7 +457,7 @@ class _Products:
                 self._store_each(n, left, 1)
 
     def _store_each(self, n: Value, count: Value, width: int) -> None:
-        """Store `count` outputs from `n` on for every row, `width` at a time."""
+        """Store `count` outputs from output `n` on for every activation row, `width` outputs at a time."""
         code, build = self.code, self.code.build
 
         def row(m: Value, _: list[Value]) -> list[Value]:

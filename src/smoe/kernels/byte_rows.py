@@ -25,7 +25,8 @@ from smoe.kernels.quantised_block import arranged, order_of
 
 
 class ByteRow(NamedTuple):
-    """The addresses of the three parts of a row: bytes, scales and sums."""
+    """The addresses of the three arrays of an 8-bit activation row: its bytes, the scales of its groups, and the sums
+    of its groups."""
 
     numbers: Value
     scales: Value
@@ -33,7 +34,8 @@ class ByteRow(NamedTuple):
 
 
 def parts_of(code: Code, layout: Layout, row: Value, columns: Value) -> ByteRow:
-    """Return the addresses of the parts of a row that has `columns` elements and begins at the address `row`."""
+    """Return the addresses of the bytes, scales and sums of the 8-bit activation row at the address `row`, which has
+    `columns` elements."""
     build = code.build
     groups = build.mul(build.udiv(columns, code.number(layout.group)), code.number(4))
     scales = code.at(row, columns)
@@ -41,15 +43,15 @@ def parts_of(code: Code, layout: Layout, row: Value, columns: Value) -> ByteRow:
 
 
 def function_name(layout: Layout) -> str:
-    """Return the name of the function that rounds rows to this layout."""
+    """Return the name of the function that rounds activation rows to 8 bits in this layout."""
     return f"byte_rows_{layout.name}"
 
 
 def add_function(module: ir.Module, isa: Isa, form: Format, arguments: Sequence[str]) -> None:
     """Add the function `byte_rows_L(x, -, rows, -, begin, end, K)` to a module. It rounds the rows from `begin` to
-    `end` - 1 of x [M, K].
+    `end` - 1 of x [M, K] to 8 bits.
 
-    The results begin `Layout.nbytes(K)` bytes after each other.
+    Each rounded row takes `Layout.nbytes(K)` bytes; the rows follow each other in the memory at `rows`.
     """
     layout = Layout.of(form)
     code = Code(module, isa, function_name(layout), arguments)
@@ -67,17 +69,18 @@ def add_function(module: ir.Module, isa: Isa, form: Format, arguments: Sequence[
 
 
 def gated_function_name(layout: Layout) -> str:
-    """Return the name of the function that computes gated rows in this layout."""
+    """Return the name of the function that applies the gated activation to rows and rounds the results to 8 bits in
+    this layout."""
     return f"gated_byte_rows_{layout.name}"
 
 
 def add_gated_function(module: ir.Module, isa: Isa, form: Format, arguments: Sequence[str]) -> None:
-    """Add the function `gated_byte_rows_L(wide, table, rows, -, begin, end, I)` to a module, which applies the gate and
-    rounds the result.
+    """Add the function `gated_byte_rows_L(wide, table, rows, -, begin, end, I)` to a module, which applies the gated
+    activation and rounds the results to 8 bits.
 
-    The rows from `begin` to `end` - 1 of wide [M, 2I] (gate, then up) become table[gate] * up in bf16, and are then
-    rounded to rows that begin `Layout.nbytes(I)` bytes after each other. `table` is the activation of every bf16 number
-    (`elementwise.py`).
+    For each row from `begin` to `end` - 1 of wide [M, 2I] (gate, then up), the function computes table[gate] * up in
+    bf16. It rounds the products to rows that begin `Layout.nbytes(I)` bytes after each other. `table` contains the
+    activation's value for every bf16 number (`elementwise.py`).
     """
     layout = Layout.of(form)
     code = Code(module, isa, gated_function_name(layout), arguments)
@@ -133,8 +136,8 @@ def _fill(code: Code, form: Format, x: Value, row: ByteRow, columns: Value) -> N
 
 
 def _in_whole_numbers(code: Code, size: int, x: Value) -> tuple[list[Value], Value]:
-    """Return a group of x as registers of integers, in the order of x, and the group's scale. The scale is NaN or
-    infinite if an element is."""
+    """Return a group of the activation row x as registers of integers, in the order of x, and the group's scale. The
+    scale is NaN or infinite if an element of the group is."""
     build, lanes = code.build, code.isa.lanes
     reals: list[Value] = []
     largest: Value = None

@@ -38,8 +38,8 @@ def compiled(source: str, features: str) -> bytes:
 
 
 def features_here(llvm: Any) -> dict[str, bool]:
-    """Return whether this CPU has each feature, by LLVM's names. On aarch64 these are only the features that kernels
-    need, as the operating system reports them."""
+    """Return, by LLVM's names, whether this CPU has each feature, found out in this process. On aarch64 only the
+    features that kernels need are included, as the operating system reports them."""
     return arm_features() if FAMILY == AARCH64 else dict(llvm.get_host_cpu_features())
 
 

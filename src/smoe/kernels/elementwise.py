@@ -28,8 +28,8 @@ ApplyGate: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 
 
 def activation_table(apply_gate: ApplyGate) -> torch.Tensor | None:
-    """Return the activation's value for every bf16 number, bf16 [65536]. None if `apply_gate` is not of the form
-    f(gate) * up."""
+    """Return the activation's value for every bf16 number, bf16 [65536], or None if `apply_gate` does not compute
+    f(gate) * up for a function f."""
     import torch
 
     gates = _all_numbers()
@@ -38,7 +38,8 @@ def activation_table(apply_gate: ApplyGate) -> torch.Tensor | None:
 
 
 def is_table_of(table: torch.Tensor, apply_gate: ApplyGate, rows: int = 1) -> bool:
-    """Return whether `apply_gate` computes table[gate] * up. Every gate is tested with `rows` values of up."""
+    """Return whether `apply_gate` computes table[gate] * up. Every bf16 number is tested as gate, each with `rows`
+    values of up."""
     import torch
 
     generator = torch.Generator().manual_seed(0)

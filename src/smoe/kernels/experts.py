@@ -43,13 +43,14 @@ _SUM_UNIT = 512
 
 
 class Expert(NamedTuple):
-    """One expert's matrices, and the tokens that are routed to it."""
+    """One expert's matrices, and the tokens that are routed to the expert."""
 
     matrices: Sequence[Matrix]
     """The matrices that together form the first product [2I, H] (gate, then up), followed by the matrix of the second
     product [H, I]."""
     places: Sequence[tuple[int, int]]
-    """For each token of the expert, in transformers' order: (number of the token, row of the outputs)."""
+    """For each token of the expert, in transformers' order: (index of the token in x, index of the row for its
+    outputs)."""
 
 
 class Sums(NamedTuple):
@@ -129,13 +130,15 @@ class TokenExperts:
         prepared.run(x.data_ptr(), addresses, gains, out.data_ptr())
 
     def run(self, work: ExpertWork, experts: int) -> None:
-        """Run the tasks of `work`, which are those of `experts` experts, on the pool."""
+        """Run the tasks in `work` on the threads of the pool. `experts`: the number of experts to which the tasks
+        belong."""
         is_long = 3 * self.inner * self.hidden * experts >= WAKING_WEIGHTS
         self.pool.run(work.fields, work.units, is_long, counts=experts + len(work.layouts))
 
 
 def byte_functions(matrices: Sequence[Matrix]) -> list[ByteFunctions]:
-    """Return the functions for products in 8 bits, of each of the matrices that is multiplied with 8-bit rows."""
+    """Return the functions for products in 8 bits, one for each matrix that is multiplied with 8-bit rows. Matrices
+    that are multiplied with bf16 rows have none."""
     return [
         each.products.in_bytes for each in matrices if each.products is not None and each.products.in_bytes is not None
     ]
@@ -182,8 +185,8 @@ class ExpertWork:
         self._lists = shape.pool.row_lists if lists is None else lists
 
     def make_byte_rows(self, tokens: int) -> None:
-        """Add tasks that round the tokens to 8 bits, for every layout that a first product needs. Also reserve memory
-        for gated rows."""
+        """Add tasks that round the tokens to 8 bits, in every layout that the first matrix product of an expert needs.
+        Also reserve memory for gated rows in 8 bits."""
         hidden, pool = self._shape.hidden, self._shape.pool
         ups = {each.layout: each for expert in self._experts for each in byte_functions(expert.matrices[:-1])}
         sizes = [tokens * layout.nbytes(hidden) for layout in ups]
@@ -201,8 +204,8 @@ class ExpertWork:
         self._begin_row_lists()
 
     def take_byte_rows(self, prepared: Mapping[Layout, int]) -> None:
-        """Use tokens that have been rounded to 8 bits already, at these addresses. This replaces a call of
-        `make_byte_rows`."""
+        """Use tokens that have been rounded to 8 bits already, at the addresses in `prepared`. Call either this method
+        or `make_byte_rows`."""
         pool = self._shape.pool
         self.prepared = {layout: (at, pool.at_once, 0) for layout, at in prepared.items()}
         self._gated_byte_rows = pool.byte_rows(self._gated_bytes)
@@ -221,13 +224,15 @@ class ExpertWork:
         )
 
     def _begin_row_lists(self) -> None:
-        """Reserve memory for lists of rows: one for each matrix, and one of all rows."""
+        """Reserve memory for the lists of activation rows that machine code reads: one list for each matrix, and one
+        list of all rows."""
         counts = [(len(expert.matrices), len(expert.places)) for expert in self._experts]
         words = sum([matrices * (1 + 2 * rows) for matrices, rows in counts])
         self._lists.begin(words + 1 + 2 * sum([rows for _, rows in counts]))
 
     def ups(self) -> None:
-        """Add tasks for the first products. Their results go to scratch memory, ordered by expert and then by row."""
+        """Add tasks for the first matrix product of every expert (gate and up). The results go to scratch memory,
+        ordered by expert and then by row."""
         inner, hidden, x, at_once = self._shape.inner, self._shape.hidden, self._x, self._shape.pool.at_once
         wide, count = self._shape.wide_at, self._counts
         for matrices, places in self._experts:
@@ -262,7 +267,8 @@ class ExpertWork:
         count: int,
         ups: int,
     ) -> None:
-        """Add tasks that apply the gate and round the result to 8 bits, and tasks for the second product with it."""
+        """Add tasks that apply the gated activation and round the results to 8 bits, and tasks that multiply the
+        rounded rows with the second matrix."""
         shape, rows, size = self._shape, self._gated_byte_rows, min(len(places), ROWS_OF_UNIT)
         self.fields += (self.units, len(places), size, tasks.FORMAT, count, ups, count, functions.gated_rows)
         self.fields += (wide, shape.table_at, rows, shape.inner, 0)
@@ -287,7 +293,7 @@ class ExpertWork:
         self.units += -(-matrix.outputs // self._byte_size)
 
     def downs(self) -> None:
-        """Add tasks for the gates and the second products."""
+        """Add tasks for the gated activation and the second matrix product of every expert."""
         shape, fields, out = self._shape, self.fields, self._out
         hidden, inner, nowhere, table = shape.hidden, shape.inner, shape.pool.nowhere, shape.table_at
         wide, gated, count = shape.wide_at, shape.gated_at, self._counts
@@ -313,7 +319,7 @@ class ExpertWork:
             count += 8
 
     def _row(self, matrix: Matrix, wait_at: int, wait_for: int, count_at: int, x: int, out: int) -> None:
-        """Add tasks that multiply a matrix with one row."""
+        """Add tasks that multiply a matrix with one activation row."""
         address, outputs, columns, products = matrix
         size, products = self._size, products or self._shape.pool.own_order
         if products is None:
@@ -327,7 +333,8 @@ class ExpertWork:
     def _rows(
         self, matrix: Matrix, wait_at: int, wait_for: int, count_at: int, pairs: Sequence[tuple[int, int]]
     ) -> None:
-        """Add tasks that multiply a matrix with several rows. `pairs`: (address of the row, address of its outputs)."""
+        """Add tasks that multiply a matrix with several activation rows. `pairs`: for each row, its address and that of
+        its outputs."""
         address, outputs, columns, products = matrix
         size, products = self._size, products or self._shape.pool.own_order
         if products is not None and self._shape.pool.rows_are_alone:
@@ -346,8 +353,8 @@ class ExpertWork:
             self.units += -(-outputs // size)
 
     def add_rows(self, function: int, gains: int, totals: Sequence[int]) -> None:
-        """Add a task that, after all products, adds every row times its gain to the total at the row's address in
-        `totals`."""
+        """Add a task that begins after all products. It adds each row of outputs, times the row's gain, to the total
+        whose address is the row's entry in `totals`."""
         pool, hidden, before = self._shape.pool, self._shape.hidden, self.units
         given = self._lists.add([(self._out + 2 * hidden * n, total) for n, total in enumerate(totals)])
         self.fields += (self.units, hidden, _SUM_UNIT, tasks.FORMAT, pool.finished, before, pool.nowhere, function)
@@ -372,8 +379,8 @@ experts."""
 
 
 class PreparedToken:
-    """The tasks for the experts of one token, with placeholders for addresses. They are used again for other experts of
-    the same formats.
+    """The tasks for the experts of one token, with placeholders for addresses. They are reused for other experts whose
+    matrices have the same formats.
 
     Making tasks in Python takes a fifth of the time of the products.
     """
@@ -405,7 +412,7 @@ class PreparedToken:
         self._counts = count + len(work.layouts)
 
     def _places(self) -> tuple[int, int, int]:
-        """Return the addresses of the scratch memory that the tasks contain, as they are at present."""
+        """Return the current addresses of the scratch memory to which the tasks refer."""
         return self._shape.pool.byte_rows(self._work.byte_rows), self._shape.wide_at, self._shape.gated_at
 
     @property
@@ -427,7 +434,7 @@ class PreparedToken:
 
     def run_completed(self, x: int, out: int) -> None:
         """Run the tasks for the token at the address `x`, and write the sum of its experts' outputs to the address
-        `out`. The addresses of matrices and the routing weights must have been written already."""
+        `out`. The tasks must already contain the addresses of the matrices and the routing weights."""
         fields = self._fields
         fields[self._at_x], fields[self._at_out] = x, out
         self._shape.pool.run_packed(self._fields_at, fields.nbytes, self._work.units, self._is_long, self._counts)

@@ -80,5 +80,6 @@ def read_once_locality() -> int:
 
 
 def widest(activations: str = BF16) -> Isa | None:
-    """Return the first instruction set for these activations that this CPU has, or None."""
+    """Return the first instruction set in `ISAS_OF[activations]` that this CPU has, or None if this CPU has none of
+    them. `activations`: the type to which activation rows are rounded."""
     return next((isa for isa in ISAS_OF[activations] if isa.is_here), None)

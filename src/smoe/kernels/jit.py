@@ -37,8 +37,8 @@ class Source(NamedTuple):
 
     @property
     def key(self) -> str:
-        """A string that identifies the text: the name of the function and its arguments. For a nested function it is
-        the text itself."""
+        """A string that identifies the text: the name of the function `make` and its arguments. For a nested function,
+        the key is the text itself."""
         if "<" in self.make.__qualname__:
             return self.text()
         return f"{self.make.__module__}.{self.make.__qualname__}{self.arguments!r}"
@@ -90,8 +90,8 @@ Every aarch64 CPU has NEON, so code always uses it.
 
 
 def cpu_has(*features: str) -> bool:
-    """Return whether the CPU and the operating system have all these features, named as in LLVM, and `SMOE_MAX_CPU_ISA`
-    allows them."""
+    """Return whether the CPU and the operating system have all these features, given by LLVM's names, and
+    `SMOE_MAX_CPU_ISA` allows them."""
     if max_cpu_isa() == "none" or not is_available():
         return False
     found = _features()
@@ -117,7 +117,8 @@ def _host_features() -> dict[str, bool]:
 
 
 def _features() -> dict[str, bool]:
-    """Return the CPU's features, where those above `SMOE_MAX_CPU_ISA` count as missing."""
+    """Return whether the CPU has each feature, by LLVM's names. Features above the limit `SMOE_MAX_CPU_ISA` count as
+    missing."""
     found, most = dict(_host_features()), CPU_ISA.index(max_cpu_isa())
     for feature in found:
         first = next((isa for begins, isa in _FIRST_ISA if feature.startswith(begins)), "none")
@@ -132,8 +133,8 @@ def _flattened(features: Mapping[str, bool]) -> str:
 
 
 def compile_functions(source: Source, signatures: Mapping[str, Sequence[type]]) -> list[Callable[..., None]]:
-    """Return the functions of a module after compiling it. The functions have no results, and their calls release the
-    interpreter lock.
+    """Compile the LLVM text of `source` and return its functions, those named in `signatures`. They return nothing, and
+    calls of them release the interpreter lock.
 
     Compiling takes 50 ms to 1 s, loading from the user's cache 2 ms. Raises `RuntimeError` with LLVM's message if the
     text is invalid.

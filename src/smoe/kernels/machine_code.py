@@ -159,7 +159,8 @@ def _is_kept(section: _Section) -> bool:
 
 
 def _places(symbols: _Section, strings: bytes, begins: dict[int, int]) -> list[tuple[str, int | None]]:
-    """Return (name, offset in the image) for every symbol. The offset is None for symbols outside of the image."""
+    """Return (name, offset in the image) for every symbol of an object file. The offset is None for symbols outside of
+    the image."""
     found = list[tuple[str, int | None]]()
     for name, _, _, section, value, _ in _SYMBOL.iter_unpack(symbols.data):
         is_there = section != _UNDEFINED and section < _SPECIAL and section in begins

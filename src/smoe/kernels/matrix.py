@@ -59,8 +59,8 @@ class Matrix(NamedTuple):
 
 
 def in_bf16(*matrices: torch.Tensor) -> tuple[Matrix, ...]:
-    """Return bf16 matrices [K, N], stored along K, in the form for machine code. The tensors must outlive the
-    result."""
+    """Return bf16 matrices [K, N], each contiguous along K, as `Matrix` objects for machine code. The tensors must
+    outlive the result."""
     return tuple(Matrix(each.data_ptr(), each.shape[1], each.shape[0]) for each in matrices)
 
 

@@ -50,7 +50,8 @@ def looked_up(code: Code, table: Sequence[float], codes: Value) -> Value:
 
 
 def gathered(code: Code, table: Value, places: Value, width: int) -> Value:
-    """Return entries of a table, loaded one after the other."""
+    """Return the entries of the table at the address `table` whose indices are `places`, each `width` bytes. They are
+    loaded one after the other, because NEON has no gather instruction."""
     build, addresses = code.build, []
     for n in range(places.type.count):
         place = build.zext(build.extract_element(places, ir.Constant(WORD, n)), LONG)
@@ -59,8 +60,8 @@ def gathered(code: Code, table: Value, places: Value, width: int) -> Value:
 
 
 def where_set(code: Code, word: Value, numbers: Value, others: Value) -> Value:
-    """Return numbers selected by the bits of a word. Each lane tests its bit in a copied byte, because LLVM would
-    extract one bit after the other."""
+    """Return numbers from two registers, selected by the bits of `word`: a set bit selects from `numbers`, a clear bit
+    from `others`. Each lane tests its bit in a copied byte, because LLVM would extract one bit after the other."""
     build, kind, count = code.build, numbers.type, numbers.type.count
     if kind.element == WORD:
         bits, own = code.splat(build.zext(word, WORD), count), code.words([1 << n for n in range(count)])
@@ -88,15 +89,16 @@ class DotSum:
         self._total: Value = ir.Constant(code.registers(WORD), None)
 
     def add(self, codes: Value, x: Value) -> None:
-        """Add a dot product of four bytes to the sum in every lane."""
+        """Add a dot product of four bytes of codes and four bytes of x to the sum in every lane."""
         self._total = byte_dots(self._code, self._total, codes, x, self._is_signed)
 
     def pin(self) -> None:
-        """Make the sum so far be computed before the following instructions (`Code.pinned`)."""
+        """Make LLVM compute the sum of the products added until now before the following instructions
+        (`Code.pinned`)."""
         self._total = self._code.pinned(self._total)
 
     def total(self) -> Value:
-        """Return the sums, int32 [n]."""
+        """Return the sums of all added dot products, int32 [n]."""
         return self._total
 
 
@@ -132,8 +134,8 @@ def nearest(code: Code, reals: Value) -> Value:
 
 
 def _by_register(code: Code, function: Callable[..., Value], *values: Value) -> Value:
-    """Return the result of a function that is applied to one register after the other. `values` consist of one or more
-    registers."""
+    """Return the result of `function`, which is applied to one hardware register after the other. Each of `values`
+    consists of one or more hardware registers."""
     parts = values[0].type.count * _width(values[0]) // _BITS
     if parts == 1:
         return function(*values)
@@ -146,5 +148,5 @@ def _by_register(code: Code, function: Callable[..., Value], *values: Value) -> 
 
 
 def _width(value: Value) -> int:
-    """Return the bits of each number in a register."""
+    """Return the size in bits of each number in a register."""
     return 32 if value.type.element == FLOAT else int(value.type.element.width)

@@ -37,7 +37,7 @@ _TOGETHER = _ACCUMULATORS * _SUM_LANES
 
 
 def fits(size: int) -> bool:
-    """Return whether the kernel supports rows of `size` numbers."""
+    """Return whether the RMSNorm kernel supports rows of `size` numbers."""
     return 0 < size <= LONGEST and size % _LANES == 0
 
 

@@ -42,13 +42,14 @@ def folder() -> Path:
 
 
 def key_of(*parts: str) -> bytes:
-    """Return the key of an entry. It contains `parts`, a description of this processor, and a digest of the code that
-    generates kernels."""
+    """Return the cache key of a compiled kernel. The key contains `parts`, a description of this processor, and a
+    digest of the code that generates kernels."""
     return "\0".join([__version__, source_digest(), _processor(), *parts]).encode()
 
 
 def read(key: bytes) -> bytes | None:
-    """Return the content of an entry, and mark the entry as recently used. None if there is no trusted entry."""
+    """Return the stored machine code for a key and mark its entry as recently used. Return None if there is no entry
+    that passes the checks of ownership and digest."""
     path = _path_of(key)
     try:
         if not _is_ours_alone(path.parent.stat(), stat.S_ISDIR):
@@ -68,8 +69,8 @@ def read(key: bytes) -> bytes | None:
 
 
 def write(key: bytes, content: bytes) -> None:
-    """Store an entry, and delete the least recently used entries beyond `MOST_BYTES`. If writing fails, only log a
-    message."""
+    """Store machine code under a key, and delete the least recently used entries if all entries exceed `MOST_BYTES`. If
+    writing fails, only log a message."""
     path = _path_of(key)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -123,7 +124,7 @@ def _opened_itself(path: str, flags: int) -> int:
 
 
 def _is_ours_alone(found: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
-    """Return whether a file is of the wanted kind, belongs to this user, and is not writable by others."""
+    """Return whether a file has the wanted type (`is_kind`), belongs to this user, and is not writable by others."""
     return is_kind(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 

@@ -50,8 +50,8 @@ def module_of(isa: Isa) -> str:
 
 
 def _products(module: ir.Module, isa: Isa, rows: int) -> None:
-    """Add the function for `rows` rows to a module. It computes one output after the other, because a single stream of
-    memory is read fastest."""
+    """Add the function that multiplies `rows` activation rows with a bf16 matrix to a module. The function computes one
+    output after the other, because a single stream of memory is read fastest."""
     code = Code(module, isa, products_name(rows), _ARGUMENTS)
     given, w, out, bias, begin, end, columns = code.arguments
     build = code.build
@@ -93,7 +93,7 @@ def _halved(code: Code, x: Value, columns: Value) -> Value:
 
 
 def _dots(code: Code, row: Value, xs: Sequence[Value], columns: Value) -> list[Value]:
-    """Return the products of one row of the matrix with every row of x."""
+    """Return the products of one row of the matrix with every activation row x."""
     build, per_row = code.build, _CHAINS // len(xs)
     add = _add_pairs if code.isa.has_bf16_dots else _add_halves
     chains = [[code.reals(0.0)] * per_row for _ in xs]
@@ -146,7 +146,7 @@ def _add_halves(code: Code, n: int, weights: Value, xs: Sequence[Value], at: Val
 
 
 def _total(code: Code, chains: Sequence[Value]) -> Value:
-    """Return the sum of all lanes of all chains."""
+    """Return the sum of all lanes of all running sums, for one output."""
     while len(chains) > 1:
         half = len(chains) // 2
         chains = [code.build.fadd(a, b) for a, b in zip(chains[:half], chains[half:], strict=True)]

@@ -47,8 +47,8 @@ _WAKING_PRODUCTS = 1 << 23
 
 
 def fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Return whether the kernel supports these tensors: query [1, heads, m, size], keys and values [1, key heads, n,
-    size]."""
+    """Return whether the prompt attention kernel supports these tensors: query [1, heads, m, size], keys and values [1,
+    key heads, n, size]."""
     tensors = query, keys, values
     rows, heads, tokens, size = query.shape
     return (
@@ -98,7 +98,7 @@ class PromptAttention:
         return out
 
     def _blocks(self, blocks: int, key_heads: int) -> int:
-        """Return the number of blocks of rows in a unit."""
+        """Return the number of blocks of query rows that a thread computes at a time."""
         return max(1, min(_MOST_BLOCKS, blocks * key_heads // (_UNITS_A_THREAD * self._pool.threads)))
 
     def _scratch(self, stride: int) -> int:

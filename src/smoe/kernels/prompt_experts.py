@@ -28,7 +28,8 @@ MOST_ROWS_OF_WORK = 512
 
 
 class Chosen(NamedTuple):
-    """An expert of a prompt: its matrices, the tokens that are routed to it, and their routing weights."""
+    """An expert that tokens of a prompt have chosen: its matrices, the tokens that are routed to it, and their routing
+    weights."""
 
     matrices: Sequence[Matrix]
     tokens: Sequence[int]
@@ -36,7 +37,7 @@ class Chosen(NamedTuple):
 
 
 def has_byte_products(matrices: Sequence[Matrix]) -> bool:
-    """Return whether all these matrices are multiplied with rows in 8 bits."""
+    """Return whether all these matrices are multiplied with activation rows in 8 bits."""
     return len(byte_functions(matrices)) == len(matrices)
 
 
@@ -47,7 +48,7 @@ class PromptExperts:
         self._kernel = kernel
         self._x = x.contiguous()
         self.total = torch.zeros(x.shape, dtype=torch.float32)
-        """The sums so far, float32 [T, H]."""
+        """The weighted sums of the outputs of all experts computed until now, float32 [T, H]."""
         self._byte_rows: dict[Layout, torch.Tensor] = {}
         self._waiting: list[Chosen] = []
         self._rows = 0
@@ -63,7 +64,8 @@ class PromptExperts:
         self._rows += len(expert.tokens)
 
     def flush(self) -> int:
-        """Compute all experts that were added, add their outputs to `total`, and return the number of these experts."""
+        """Compute all experts added since the last call, add their weighted outputs to `total`, and return the number
+        of these experts."""
         waiting, count = self._waiting, self._rows
         self._waiting, self._rows = [], 0
         if not waiting:
@@ -92,7 +94,7 @@ class PromptExperts:
         kernel.run(work, len(experts))
 
     def _make_byte_rows(self, experts: Sequence[Expert]) -> None:
-        """Round the tokens to 8 bits in every layout that these experts need and that does not exist yet."""
+        """Round the tokens to 8 bits, in every layout that `experts` need and for which no rounded tokens exist yet."""
         pool, (tokens, hidden) = self._kernel.pool, self._x.shape
         for functions in {each for expert in experts for each in byte_functions(expert.matrices[:-1])}:
             if functions.layout in self._byte_rows:

@@ -21,14 +21,15 @@ _POINTERS = ("query", "keys", "values", "out", "scratch", "taken")
 
 
 def begun(module: ir.Module, layout: PromptLayout, name: str, *arguments: str) -> tuple[Code, list[Value]]:
-    """Return a new function with this name and its arguments as values. It can be called only within its module."""
+    """Return a new machine code function with this name, and its arguments as values. Only code of the same module can
+    call the function."""
     code = Code(module, layout.isa, name, arguments)
     code.function.linkage = "internal"
     return code, code.arguments
 
 
 def field(code: Code, fields: Value, name: str) -> Value:
-    """Return the argument `name` of the kernel, loaded from its fields."""
+    """Return the kernel argument `name` as a value of machine code, loaded from the memory at `fields`."""
     kind = POINTER if name in _POINTERS else LONG
     return code.load(kind, code.at(fields, 8 * FIELDS.index(name)), 8)
 
@@ -68,10 +69,10 @@ def _transposed(code: Code, rows: Sequence[Value]) -> list[Value]:
 
 
 def first_rows(module: ir.Module, layout: PromptLayout) -> None:
-    """Add the function `first_rows(fields, block, row, head)`, which initializes a block with the rows of a key head
-    from `row` on.
+    """Add the function `first_rows(fields, block, row, head)`, which initializes a block of query rows with the rows of
+    a key head from `row` on.
 
-    Beyond the last row, that row is repeated.
+    If the block extends beyond the last row, the last row is repeated.
     """
     code, (fields, block, row, head) = begun(module, layout, "first_rows", "*fields", "*block", "row", "head")
     build, shared = code.build, field(code, fields, "shared")
@@ -111,8 +112,8 @@ def first_rows(module: ir.Module, layout: PromptLayout) -> None:
 
 
 def _each_register(code: Code, layout: PromptLayout, step: int, body: Callable[[Value, Value], None]) -> None:
-    """Generate the code of `body(at, d)` in two loops: over the registers of rows (`at`: the register's byte in a line)
-    and over every `step`-th element `d`."""
+    """Generate the code of `body(at, d)` in two loops: over the registers of a line (`at`: the register's offset in the
+    line, in bytes), and over every `step`-th element `d` of a head."""
 
     def register(at: Value, _: list[Value]) -> list[Value]:
         def numbers(d: Value, _: list[Value]) -> list[Value]:
@@ -126,15 +127,16 @@ def _each_register(code: Code, layout: PromptLayout, step: int, body: Callable[[
 
 
 def _row_addresses(code: Code, layout: PromptLayout, block: Value, kind: str, at: Value) -> list[Value]:
-    """Return the addresses of the rows whose numbers are in the register at byte `at` of a line. `kind`: one of
-    `ROW_ADDRESSES`."""
+    """Return the addresses of the query rows (or output rows) whose numbers are in the register at byte `at` of a line.
+    `kind`: one of `ROW_ADDRESSES`."""
     begin = layout.addresses + 2 * ROW_ADDRESSES.index(kind) * layout.line
     places = code.at(block, code.build.add(code.number(begin), times(code, at, 2)))
     return [code.load(POINTER, code.at(places, 8 * i), 8) for i in range(layout.isa.lanes)]
 
 
 def _queries(code: Code, layout: PromptLayout, block: Value, at: Value, d: Value) -> None:
-    """Write the elements from `d` on of some rows' queries into the block, transposed."""
+    """Write the elements from element `d` on, one register of them per query row, into the block, transposed. The rows
+    are those of the register at byte `at` of a line."""
     build, lanes, words = code.build, layout.isa.lanes, []
     for row in _row_addresses(code, layout, block, "query", at):
         place = code.at(row, times(code, d, 2))
@@ -169,8 +171,8 @@ def packed_keys(module: ir.Module, layout: PromptLayout) -> None:
 
 
 def packed_values(module: ir.Module, layout: PromptLayout) -> None:
-    """Add the function `packed_values(memory, values, stride, count)`, which packs values: in float32, or those of two
-    keys interleaved in bf16."""
+    """Add the function `packed_values(memory, values, stride, count)`, which packs the values of `count` keys:
+    converted to float32, or in bf16 with the values of two keys interleaved."""
     code, (memory, values, stride, count) = begun(
         module, layout, "packed_values", "*memory", "*values", "stride", "count"
     )
@@ -195,7 +197,8 @@ def packed_values(module: ir.Module, layout: PromptLayout) -> None:
 
 
 def _or_nothing(code: Code, nothing: Value, rows: Value, stride: Value, n: Value, count: Value) -> Value:
-    """Return the address of row `n` of the cache, or that of zeros if the row does not exist."""
+    """Return the address of row `n` of the keys or values, or the address `nothing`, where zeros are stored, if n is
+    not below `count`."""
     row = code.at(rows, times(code, n, stride))
     return code.build.select(code.build.icmp_signed("<", n, count), row, nothing)
 
@@ -207,9 +210,10 @@ def whole_tiles(code: Code, layout: PromptLayout, count: Value) -> Value:
 
 
 def last_rows(module: ir.Module, layout: PromptLayout) -> None:
-    """Add the function `last_rows(block)`, which divides the outputs by the sums of weights and stores them in bf16.
+    """Add the function `last_rows(block)`, which divides each row's outputs by the row's sum of weights and stores the
+    quotients in bf16.
 
-    For rows that were repeated, the same bits are stored again.
+    A block may contain the last row several times; the same bits are then stored several times.
     """
     code, (block,) = begun(module, layout, "last_rows", "*block")
     build, lanes = code.build, layout.isa.lanes

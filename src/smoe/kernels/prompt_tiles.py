@@ -65,8 +65,8 @@ def _larger(code: Code, a: Value, b: Value) -> Value:
 def _product(
     code: Code, layout: PromptLayout, copied: Value, across: int, along: int, rows: Value, count: Value
 ) -> list[Value]:
-    """Return `tile` x `vectors` running sums. Each is the sum over j < `count` of a word, at r * `across` + j * `along`
-    bytes from `copied`, times register j of rows."""
+    """Return `tile` x `vectors` running sums. Sum (r, v) adds, for j below `count`, the product of a word and register
+    v of line j of `rows`. The word is at r * `across` + j * `along` bytes after the address `copied`."""
     lanes, vectors = layout.isa.lanes, range(layout.vectors)
 
     def turn(j: Value, sums: list[Value]) -> list[Value]:
@@ -85,7 +85,8 @@ def _product(
 
 
 def _added(code: Code, total: Value, a: Value, b: Value) -> Value:
-    """Return total plus a . b, where each word of a and b has two bf16 numbers or one float32."""
+    """Return total + a . b in every lane, where each 32-bit word of a and b contains two bf16 numbers or one
+    float32."""
     if not code.isa.has_bf16_dots:
         return code.fma(a, b, total)
     halves = code.registers(HALF_WORD, 2 * code.isa.lanes)
@@ -96,8 +97,9 @@ def _scores(module: ir.Module, layout: PromptLayout) -> None:
     """Add the function `scores(memory, block, first, count, seen, scale)`. It computes the scores of `count` keys, from
     key `first` on, with the queries of a block.
 
-    Every row attends to the first `seen` of these keys; later keys are compared with each row's position. The function
-    also updates the largest score of each row, and the factor for earlier sums.
+    Every row attends to the first `seen` of the `count` keys. For each later key, its position is compared with that of
+    the row. The function also updates the largest score of each row, and the factor by which the row's earlier sums are
+    multiplied.
     """
     code, (memory, block, first, count, seen, scale) = begun(
         module, layout, "scores", "*memory", "*block", "first", "count", "seen", "scale"
@@ -153,8 +155,8 @@ def _exp2(code: Code, x: Value) -> Value:
 
 
 def _weights(module: ir.Module, layout: PromptLayout) -> None:
-    """Add the function `weights(memory, block, count, scale)`, which replaces scores by weights in place and adds up
-    the weights."""
+    """Add the function `weights(memory, block, count, scale)`, which replaces the scores of `count` keys by softmax
+    weights in place and adds the weights to each row's sum."""
     code, (memory, block, count, scale) = begun(module, layout, "weights", "*memory", "*block", "count", "scale")
     build, vectors, lanes = code.build, range(layout.vectors), layout.isa.lanes
     scores = code.at(memory, layout.scores)
@@ -205,8 +207,8 @@ def _outputs(module: ir.Module, layout: PromptLayout) -> None:
 
 
 def _unit(module: ir.Module, layout: PromptLayout) -> None:
-    """Add the function `unit(fields, memory, n)`, which computes some blocks of rows of a key head. Units are counted
-    from the end of the text, where rows have most keys."""
+    """Add the function `unit(fields, memory, n)`, which computes unit `n`: some blocks of query rows of one key head.
+    Units are counted from the end of the text, where rows attend to the most keys."""
     code, (fields, memory, n) = begun(module, layout, "unit", "*fields", "*memory", "n")
     build, zero, one = code.build, code.number(0), code.number(1)
     rows, blocks, key_heads, past, shared, scale = (
@@ -269,7 +271,7 @@ def _block_at(code: Code, layout: PromptLayout, memory: Value, u: Value) -> Valu
 
 
 def _units(module: ir.Module, layout: PromptLayout) -> None:
-    """Add the main function `prompt_attention(fields, thread)`."""
+    """Add the main function `prompt_attention(fields, thread)`, which computes units until none is left."""
     code = Code(module, layout.isa, NAME, ("*fields", "thread"))
     fields, thread = code.arguments
     build, function = code.build, code.function

@@ -29,7 +29,8 @@ rounding differs only for sums near ties."""
 
 
 def same_bits(ours: torch.Tensor, theirs: object) -> bool:
-    """Return whether both arguments are tensors of the same shape and dtype with equal values, where NaN equals NaN."""
+    """Return whether `ours` and `theirs` are tensors of the same shape and dtype with equal values, where NaN equals
+    NaN."""
     if not isinstance(theirs, torch.Tensor) or ours.shape != theirs.shape or ours.dtype is not theirs.dtype:
         return False
     return torch.equal(ours, theirs) or torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True)
@@ -101,7 +102,7 @@ def is_as_near(pool: SpinningPool, matrix: Matrix, form: Format, rows: torch.Ten
 
 
 def _is_near(pool: SpinningPool, matrix: torch.Tensor, bias: torch.Tensor | None, rows: int) -> bool:
-    """Return whether our product of `rows` rows with a matrix [K, N] has an error no larger than torch's."""
+    """Return whether our product of `rows` activation rows with a matrix [K, N] has an error no larger than torch's."""
     if not _fits(matrix, bias):
         return False
     columns, outputs = matrix.shape
@@ -119,7 +120,7 @@ def _is_near(pool: SpinningPool, matrix: torch.Tensor, bias: torch.Tensor | None
 
 
 def is_no_further(ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor, leeway: float = _LEEWAY) -> bool:
-    """Return whether our mean square error is at most `leeway` times that of `theirs`."""
+    """Return whether the mean square error of our result is at most `leeway` times that of `theirs`, torch's result."""
     error, bound = ((each.double() - exact).square().mean() for each in (ours, theirs))
     return bool(error <= leeway * bound)
 

@@ -94,7 +94,7 @@ def _text(module: ir.Module, isa: Isa) -> str:
 
 
 class _Way(NamedTuple):
-    """The method by which rows of x are multiplied."""
+    """The method by which the activation rows x are multiplied with a quantized matrix."""
 
     zero: int
     """The number that is subtracted from codes, by way of the sums of x, after the multiplication."""
@@ -150,8 +150,8 @@ def _products(module: ir.Module, isa: Isa, form: Format, way: _Way, rows: int) -
 
 
 def _row(code: Code, form: Format, x: Value, columns: Value) -> Row:
-    """Return a bf16 row in the order of the format's runs, converted to float32 if necessary, with the sums of groups
-    if they are needed."""
+    """Return the bf16 row x for products with a quantized matrix: in the order of the format's runs, converted to
+    float32 if necessary, with the sums of its groups if they are needed."""
     build, lanes, size = code.build, code.isa.lanes, group_numbers(form)
     is_in_halves = quantised_dots.fits(code.isa, form)
     numbers = code.scratch(build.mul(columns, code.number(4)))
@@ -186,7 +186,7 @@ def _dots(
     begin = [code.reals(0.0)] * count + ([code.reals(0.0, groups)] * count if has_offsets else [])
 
     def one(b: Value, carried: list[Value]) -> list[Value]:
-        """Return the carried sums plus the products of block number `b`."""
+        """Return the running sums after adding the products of block number `b`."""
         totals, offsets = carried[:count], carried[count:]
         first = build.mul(b, code.number(form.nbytes))
         places = [code.at(row, first) for row in matrix]
@@ -256,7 +256,8 @@ def _add_reals(
 
 
 def _group_dots(code: Code, form: Format, group: Group, places: Sequence[Value], xs: Sequence[Value]) -> list[Value]:
-    """Return the products of one group's codes, without its scale, for every row of the matrix and every row of x."""
+    """Return the products of one group's codes with x, before the group's scale is applied, for every row of the matrix
+    and every row of x."""
     lanes, build = code.isa.lanes, code.build
     sums: list[Value] = [None] * (len(places) * len(xs))
     begin = min(run.first for run in group.runs)

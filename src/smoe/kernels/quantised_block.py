@@ -13,7 +13,7 @@ from smoe.kernels.kinds import BYTE, FLOAT, HALF, HALF_WORD, LONG, WORD, Value
 
 
 class Row(NamedTuple):
-    """A row of x in the order and type in which products read it."""
+    """A row of activations x, in the order of elements and the number type that the products need."""
 
     numbers: Value
     """The address of its K numbers in float32 or bf16."""
@@ -22,7 +22,7 @@ class Row(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """The scales of one block, as registers with one number per group."""
+    """The scales of one quantized block, as registers with one number per group."""
 
     gains: Value
     offsets: Value
@@ -30,13 +30,13 @@ class Scales(NamedTuple):
 
 
 def group_numbers(form: Format) -> int:
-    """Return the number of elements in a group."""
+    """Return the number of elements that share a scale in a quantized format (a group)."""
     return form.numbers // len(form.groups)
 
 
 def order_of(form: Format) -> list[int]:
-    """Return the elements of a group in the order in which their codes are stored, counted from the group's first
-    element."""
+    """Return the indices of a group's elements, relative to its first element, in the order in which the format stores
+    their codes."""
     runs = form.groups[0].runs
     first = min(run.first for run in runs)
     return [run.first - first + i * run.step for run in runs for i in range(run.numbers)]
@@ -58,7 +58,8 @@ def arranged(code: Code, registers: Sequence[Value], order: Sequence[int]) -> li
 
 
 def codes_of(code: Code, form: Format, fields: Sequence[Field | Bits | Points], place: Value, i: int) -> Value:
-    """Return the codes of the elements from `i` on of a run, as floats. The format's `zero` has not been subtracted."""
+    """Return the codes of a run's elements, from element `i` on, as floats. The format's `zero` has not been
+    subtracted."""
     build, kind = code.build, code.registers(WORD)
     if form.is_signed:
         (field,) = fields
@@ -107,14 +108,15 @@ def _field(code: Code, field: Field, place: Value, i: int) -> Value:
 
 
 def _bits(code: Code, bits: Bits, place: Value, i: int) -> Value:
-    """Return one bit for each element, moved to its place in the code. One word contains the bits of all elements."""
+    """Return one bit of the code of each element, shifted to the bit's position in the code. One word in memory
+    contains this bit of all elements."""
     lanes = code.isa.lanes
     word = code.load(ir.IntType(lanes), code.at(place, bits.byte + i // 8))
     return code.where_set(word, code.words([1 << bits.left] * lanes), code.words([0] * lanes))
 
 
 def _reals(code: Code, kind: str, place: Value, i: int) -> Value:
-    """Return the elements from `i` on of unquantized numbers, which begin at `place`."""
+    """Return the elements from `i` on of a run of unquantized numbers, which begin at the address `place`."""
     if kind == "F32":
         return code.load(code.registers(FLOAT), code.at(place, 4 * i))
     if kind == "BF16":
@@ -123,7 +125,8 @@ def _reals(code: Code, kind: str, place: Value, i: int) -> Value:
 
 
 def _of_points(code: Code, points: Points, place: Value, i: int) -> Value:
-    """Return the elements from `i` on of a run of grid points, by one look-up after the other."""
+    """Return the elements from `i` on of a run that is stored as indices of grid points (a codebook of short vectors).
+    The points are looked up one after the other."""
     build, grid, lanes = code.build, points.grid, code.isa.lanes
     table, kind = code.constant(grid.name, grid.points.tobytes()), ir.IntType(8 * grid.width)
     count, first = lanes // grid.width, i // grid.width
@@ -146,7 +149,7 @@ def _of_points(code: Code, points: Points, place: Value, i: int) -> Value:
 
 
 def _with_eighth_sign(code: Code, signs: Value) -> Value:
-    """Return 32 bits with seven signs and an eighth, which makes the number of set bits even."""
+    """Return 32 bits with seven signs and an eighth, which is chosen so that an even number of bits is set."""
     build, odd = code.build, signs
     for by in (4, 2, 1):
         odd = build.xor(odd, build.lshr(odd, ir.Constant(WORD, by)))
@@ -165,8 +168,8 @@ def _one_code(code: Code, fields: Sequence[Field], place: Value) -> Value:
 
 
 def scales_of(code: Code, form: Format, place: Value, zero: int) -> Scales:
-    """Return the factors and the offsets of a block's groups. `zero` is the number that the offsets subtract from each
-    code."""
+    """Return the factors and the offsets of the groups of the block at the address `place`. `zero`: the number that is
+    subtracted from each code; the offsets include it."""
     build, groups = code.build, len(form.groups)
     gains = code.splat(_scalar(code, form.scale, place), groups)
     codes = _scale_codes(code, form, place)
@@ -183,8 +186,8 @@ def scales_of(code: Code, form: Format, place: Value, zero: int) -> Scales:
 
 
 def _scale_codes(code: Code, form: Format, place: Value) -> Value:
-    """Return the groups' scale codes, by which the block's scale is multiplied, as floats. None if groups have no
-    scales."""
+    """Return the scale codes of a block's groups as floats; the block's scale is multiplied by them. Return None if the
+    format's groups have no scales."""
     build, groups = code.build, len(form.groups)
     codes = _group_codes(code, [group.scale for group in form.groups], place, form.has_signed_scales)
     if codes is None:
@@ -215,7 +218,8 @@ def _scalar(code: Code, scalar: Scalar, place: Value) -> Value:
 
 
 def _group_codes(code: Code, fields_of: Sequence[tuple[Field, ...]], place: Value, is_signed: bool) -> Value:
-    """Return a register with one code for each group. None if groups have no such codes."""
+    """Return a register with one code for each group of a block, for example its scale code. `fields_of`: for each
+    group, the bit fields of the code. Return None if the fields are empty."""
     if not fields_of[0]:
         return None
     build, groups = code.build, len(fields_of)

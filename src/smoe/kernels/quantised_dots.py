@@ -36,20 +36,21 @@ class _Piece(NamedTuple):
 
 
 def fits(isa: Isa, form: Format) -> bool:
-    """Return whether a format's codes can become bf16 numbers exactly, and the CPU has bf16 dot products."""
+    """Return whether the codes of a format can become bf16 numbers exactly, and the CPU has bf16 dot products."""
     is_other = form.is_signed or form.is_float8 or form.reals or form.grid is not None
     return isa.has_bf16_dots and not is_other and form.most < SHIFT
 
 
 def subtracted(isa: Isa, form: Format) -> int:
-    """Return the number to subtract from converted codes, which includes the format's own zero."""
+    """Return the number that must be subtracted from converted codes. It includes the format's own zero."""
     if not fits(isa, form):
         return form.zero
     return 0 if _table_of(form) is not None else form.zero + SHIFT
 
 
 def _table_of(form: Format) -> tuple[float, ...] | None:
-    """Return the values of the 16 codes if values are looked up, in which case nothing is subtracted; else None."""
+    """Return the values of the 16 codes if the product looks values up in a table and subtracts nothing from them; else
+    None."""
     if form.table is not None or form.minimum is not None:
         return form.table
     fields = [field for group in form.groups for run in group.runs for field in run.fields]
@@ -99,7 +100,8 @@ def _pairs(form: Format) -> Iterator[tuple[_Piece, _Piece]]:
 
 
 def _as_bf16(code: Code, form: Format, one: _Piece, other: _Piece, place: Value) -> Value:
-    """Return 32 codes as bf16 numbers (16 bits each) with `SHIFT` added, or the values of the codes in the table."""
+    """Return the codes of two pieces, 32 elements, as bf16 numbers (16 bits each). `SHIFT` has been added to each code;
+    for formats with a table, the result is the codes' values in the table."""
     build, total, table = code.build, None, _table_of(form)
     for field, second in zip(one.run.fields, other.run.fields, strict=True):
         assert not isinstance(field, Points)
@@ -142,7 +144,7 @@ def _bytes(code: Code, field: Field, one: _Piece, second: Field, other: _Piece, 
 
 
 def _single_bits(code: Code, bits: Bits, one: _Piece, second: Bits, other: _Piece, place: Value) -> Value:
-    """Return one bit for each element of two pieces, moved to its place in the code."""
+    """Return one bit of the code of each element of two pieces, shifted to the bit's position in the code."""
     build, size = code.build, _PIECE // 8
     begins, follows = bits.byte + one.i // 8, second.byte + other.i // 8
     if follows == begins + size:
@@ -155,7 +157,7 @@ def _single_bits(code: Code, bits: Bits, one: _Piece, second: Bits, other: _Piec
 
 
 def _bf16_bits(number: float) -> int:
-    """Return the bits of a number, which must be exact in bf16."""
+    """Return the 16 bits of the bf16 number `number`, which must be exact in bf16."""
     bits: int = struct.unpack("<I", struct.pack("<f", number))[0]
     assert bits & 0xFFFF == 0, number
     return bits >> 16

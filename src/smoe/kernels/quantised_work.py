@@ -33,13 +33,13 @@ ROWS_OF_UNIT = 4
 
 
 def most_quantised_rows(matrices: Sequence[Matrix]) -> int:
-    """Return the largest number of rows with which these quantized matrices can be multiplied at once."""
+    """Return the largest number of activation rows with which these quantized matrices can be multiplied at once."""
     in_bytes = all(each.products is not None and each.products.in_bytes is not None for each in matrices)
     return MOST_BYTE_ROWS if in_bytes else MOST_QUANTISED_ROWS
 
 
 class Target(NamedTuple):
-    """A matrix, and where its products with all rows are written."""
+    """A quantized matrix, and the address where its products with all activation rows are written."""
 
     matrix: Matrix
     out: int
@@ -70,7 +70,7 @@ class QuantisedWork:
             self._add(target)
 
     def _make_byte_rows(self, matrices: Sequence[Matrix]) -> None:
-        """Add tasks that round the rows to 8 bits, for every layout that the matrices need."""
+        """Add tasks that round the activation rows to 8 bits, in every layout that the matrices need."""
         functions = {
             each.products.in_bytes.layout: (each.products.in_bytes.rows, each.columns)
             for each in matrices

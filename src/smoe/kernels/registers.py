@@ -22,7 +22,7 @@ def constant(value: float) -> str:
 
 
 def single(value: float) -> str:
-    """Return a float32 constant as LLVM writes it: as the bits of the same number in float64."""
+    """Return a float32 constant as LLVM writes it: as the bits of the float64 that has the same value."""
     (single,) = struct.unpack("f", struct.pack("f", value))
     return f"0x{struct.pack('>d', single).hex().upper()}"
 

@@ -44,7 +44,8 @@ _LEAST_WEIGHTS = 16**3
 
 
 def fits(matrix: torch.Tensor) -> bool:
-    """Return whether the kernel supports a matrix [K, N]: its dtype, its layout in memory and its shape."""
+    """Return whether the kernel supports a matrix [K, N]: a bf16 CPU tensor that is contiguous along K, with a
+    supported shape."""
     import torch
 
     columns, rows = matrix.shape
@@ -112,8 +113,8 @@ strip.end:
 
 
 def _some_rows(rows: int) -> str:
-    """Return the LLVM text of the function for several rows. Weights are transposed once for all rows, which takes
-    longer than multiplying."""
+    """Return the LLVM text of the function for several activation rows. Weights are transposed in registers once for
+    all rows, because transposing takes longer than multiplying."""
     pointers = [f"{name}{r}" for r in range(rows) for name in ("x", "out")]
     loads = [
         f"  %{name}.at = getelementptr ptr, ptr %pairs, i64 {n}\n  %{name} = load ptr, ptr %{name}.at"
@@ -137,7 +138,8 @@ strip.end:
 
 
 def _sums(rows: int) -> str:
-    """Return LLVM text that computes the sums of a strip, in one register per row: `%total.next.0` and so on."""
+    """Return LLVM text that computes the sums of a strip of 16 outputs, one register per activation row:
+    `%total.next.0` and so on."""
     transposing, pairs = transposed([f"%r{i}" for i in range(LANES)], "i32")
     each, zero = range(rows), "<16 x float> [zeroinitializer"
     dots = [line for r in each for line in _dots(pairs, r)]
@@ -208,7 +210,8 @@ done:
 
 
 def _load(i: int) -> str:
-    """Return LLVM text that loads 32 elements of the strip's row `i`, and prefetches those `AHEAD` elements further."""
+    """Return LLVM text that loads 32 elements of row `i` of a strip (16 rows of weights), and prefetches the elements
+    `AHEAD` further in the same row."""
     return f"""\
   %o{i} = add i64 %k, %row{i}
   %p{i} = getelementptr i16, ptr %w, i64 %o{i}
@@ -218,7 +221,7 @@ def _load(i: int) -> str:
 
 
 def _dots(pairs: list[str], r: int) -> list[str]:
-    """Return LLVM text for 16 steps of the running sum of row `r`."""
+    """Return LLVM text for 16 steps of the running sum of activation row `r`."""
     lines, acc = [], f"%acc.{r}"
     for j, pair in enumerate(pairs):
         name = f"{r}.{j}"

@@ -64,11 +64,11 @@ in the transposed keys."""
 
 
 def _scores(row: int) -> str:
-    """Return LLVM text that computes s[h, n] = q[h] . k[n], in groups of 8 keys (the last key is repeated), tiles of 32
-    elements d, and then heads.
+    """Return LLVM text that computes s[h, n] = q[h] . k[n], the scores of all keys for all query heads.
 
-    `pairs` [h, 2, 16] contains the running sums of a group: s0 and s2 of each key, then s1 and s3. Between groups it is
-    zero.
+    The loops are, from the outside: groups of 8 keys (the last key is repeated), tiles of 32 elements d, and heads.
+    `pairs` [h, 2, 16] contains the running sums of a group of keys: s0 and s2 of each key, then s1 and s3. Between two
+    groups `pairs` is zero.
     """
     return f"""
 define internal void @scores(ptr noalias %q, ptr noalias %k, i64 %stride, i64 %n, i64 %size, i64 %group,
@@ -120,7 +120,8 @@ def _row(i: int) -> str:
 
 
 def _tile() -> str:
-    """Return LLVM text for `%e0` to `%e7` and `%o0.f` to `%o7.f`. Each pair of them has four d of all keys."""
+    """Return LLVM text that loads a tile of 8 keys and transposes it into `%e0` to `%e7` and `%o0.f` to `%o7.f`.
+    Registers `%eN` and `%oN.f` together contain four elements d of all keys."""
     transposing, fours = transposed([f"%r{i}" for i in range(_KEYS)], "i64")
     return f"""\
 {joined(f"  %p{i} = getelementptr i16, ptr %row{i}, i64 %d" for i in range(_KEYS))}
@@ -131,8 +132,8 @@ def _tile() -> str:
 
 
 def _products() -> str:
-    """Return LLVM text that multiplies a tile of all keys with that of the query of head `%h`, and adds the products to
-    the running sums."""
+    """Return LLVM text that multiplies a tile of all keys with the same tile of the query of head `%h`, and adds the
+    products to the running sums."""
     return f"""\
   %pair.offset = mul i64 %h, 32
   %even.at = getelementptr float, ptr %pairs, i64 %pair.offset
@@ -148,7 +149,8 @@ def _products() -> str:
 
 
 def _multiply(j: int) -> str:
-    """Return LLVM text for one step of the running sums: four d of all keys times the same four of one query."""
+    """Return LLVM text for step `j` of the running sums: four elements d of all keys times the same four elements of
+    one query."""
 
     def step(kind: str, key: str, at: int) -> str:
         return f"""\

@@ -11,11 +11,12 @@ from smoe.kernels.registers import broadcast, constant, filled, from_bits, joine
 
 
 def source() -> str:
-    """Return the LLVM text of `softmax`: scores s [n] become exp(s scale - maximum), rounded to bf16 and stored as
+    """Return the LLVM text of `softmax`: scores s [n] become exp(s * scale - maximum), rounded to bf16 and stored as
     float32.
 
-    `state` contains the maximum and the sum over blocks. For blocks after the first, the earlier outputs `totals`
-    [size] are multiplied by a factor for the new maximum.
+    `state` contains the maximum of all scores and the sum of the exponentials, over the blocks of keys until now. If a
+    later block raises the maximum, the earlier outputs `totals` [size] are multiplied by exp(old maximum - new
+    maximum).
     """
     return f"""
 declare float @llvm.fma.f32(float, float, float)
@@ -36,8 +37,8 @@ done:
 
 
 def _largest() -> str:
-    """Return LLVM text that multiplies scores by the scale in place, and finds the largest of the first n scores in
-    each lane."""
+    """Return LLVM text that multiplies a block's scores by the scale in place, and finds in each of 16 lanes the
+    largest of the lane's scores, among the first n scores."""
     lanes = "<" + ", ".join(f"i64 {n}" for n in range(16)) + ">"
     return f"""\
 entry:
@@ -63,7 +64,7 @@ largest:
 
 
 def _maximum() -> str:
-    """Return LLVM text that computes the maximum of this block and of earlier ones."""
+    """Return LLVM text that computes the maximum of the scores of this block and of earlier blocks."""
     return f"""\
 maximum:
   %block.max = call float @llvm.vector.reduce.fmax.v16f32(<16 x float> %max.next)
@@ -81,7 +82,8 @@ maximum:
 
 
 def _exps() -> str:
-    """Return LLVM text for the whole registers of a block, with two alternating sums."""
+    """Return LLVM text that replaces the scores in whole registers by exponentials, and adds the exponentials to two
+    alternating sums."""
     return f"""\
 exps:
   %j = phi i64 [0, %maximum], [%j.next, %exps]
@@ -100,8 +102,8 @@ exps:
 
 
 def _rest() -> str:
-    """Return LLVM text that reduces both sums to one number, and then handles the remaining scores of the block one by
-    one."""
+    """Return LLVM text that reduces the two sums of exponentials to one number, and then handles the scores of the
+    block that fill no whole register, one by one."""
     return f"""\
 fold:
   %a.last = phi <16 x float> [zeroinitializer, %maximum], [%b, %exps]
@@ -128,8 +130,8 @@ rest:
 
 
 def _update() -> str:
-    """Return LLVM text that updates the sum over blocks, and multiplies earlier outputs by a factor for the new
-    maximum."""
+    """Return LLVM text that updates the sum of exponentials over all blocks, and multiplies earlier outputs by exp(old
+    maximum - new maximum)."""
     return f"""\
 update:
   %block.sum = phi float [%folded, %fold], [%sum.next, %rest]
@@ -154,8 +156,8 @@ scaling:
 
 
 def _exp(x: str) -> str:
-    """Return LLVM text for torch's `fexp_u20` of x: 2 ** (x log2 e), with a polynomial of the fraction, computed in the
-    bits of the number."""
+    """Return LLVM text for torch's `fexp_u20` of x: 2 ** (x * log2(e)), with a polynomial for the fraction. The result
+    is computed as the bits of a float32."""
     fma = "call <16 x float> @llvm.fma.v16f32"
     c0, c1, c2, c3 = (
         constant(c) for c in (0.00010703434948458272, 0.30354260500649682, -0.22433836478672356, -0.079204240219773236)
@@ -176,7 +178,8 @@ def _exp(x: str) -> str:
 
 
 def _fold(width: int) -> str:
-    """Return LLVM text that adds lane i + width to lane i. Lane 0 then equals that of torch, which exchanges halves."""
+    """Return LLVM text that adds lane i + width to lane i. Repeated with half the width each time, it leaves in lane 0
+    the same sum as torch's method of exchanging halves."""
     mask = ", ".join(f"i32 {n ^ width}" for n in range(16))
     return f"""\
   %m{width} = shufflevector <16 x float> %f{2 * width}, <16 x float> poison, <16 x i32> <{mask}>

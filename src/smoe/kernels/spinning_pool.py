@@ -86,8 +86,8 @@ class Ahead(NamedTuple):
 
     @classmethod
     def of(cls, ranges: Sequence[tuple[int, int]]) -> Ahead:
-        """Return an object for these ranges (address, bytes), in the order in which they will be used. Only the first
-        `MOST_RANGES` count."""
+        """Return an object for `ranges`, (address, bytes) each, in the order in which they will be used. Ranges after
+        the first `MOST_RANGES` are ignored."""
         words, pieces = [tasks.NEVER] * (2 * tasks.MOST_RANGES + 1), 0
         for n, (address, nbytes) in enumerate(ranges[: tasks.MOST_RANGES]):
             words[2 * n : 2 * n + 2] = pieces, address
@@ -96,8 +96,8 @@ class Ahead(NamedTuple):
 
 
 class RowLists:
-    """Memory for lists of rows in 8 bits. A list contains the number of rows, and then for each row its address and
-    that of its product.
+    """Memory for lists of 8-bit activation rows. A list contains the number of rows, and then for each row its address
+    and the address of its product.
 
     The lists are valid until `begin` is called for the next job.
     """
@@ -107,7 +107,7 @@ class RowLists:
         self._address = self._used = 0
 
     def begin(self, words: int) -> None:
-        """Provide `words` words of memory. Earlier lists become invalid."""
+        """Provide `words` 8-byte words of memory for lists. Earlier lists become invalid."""
         if len(self._words) < words:
             self._words = (ctypes.c_int64 * words)()
             self._address = ctypes.addressof(self._words)
@@ -250,7 +250,8 @@ class SpinningPool:
         self.run(work.fields, work.units, is_long=work.weights >= WAKING_WEIGHTS, counts=len(work.layouts))
 
     def byte_rows(self, nbytes: int) -> int:
-        """Return the address of `nbytes` bytes of memory for one job's rows in 8 bits. The next job overwrites them."""
+        """Return the address of `nbytes` bytes of memory for the 8-bit activation rows of one job. The next job
+        overwrites them."""
         if not nbytes:
             return 0
         if len(self._byte_rows) < nbytes + _LINE:
@@ -259,7 +260,8 @@ class SpinningPool:
         return -(-self._byte_rows_at // _LINE) * _LINE
 
     def byte_unit(self, outputs: int) -> int:
-        """Return the number of outputs in a unit, for few rows in 8 bits and `outputs` outputs in total."""
+        """Return the number of outputs that one thread computes at a time (a unit), in a product of few 8-bit
+        activation rows with `outputs` outputs in total."""
         units = -(-outputs // (self.threads * _UNITS_OF_THREAD * LONE_UNIT))
         return min(MOST_UNIT, units * LONE_UNIT)
 
@@ -293,8 +295,8 @@ class SpinningPool:
         self.run_packed(struct.pack(f"{len(fields)}q", *fields), 8 * len(fields), units, is_long, counts)
 
     def run_packed(self, packed: bytes | int, nbytes: int, units: int, is_long: bool, counts: int = 0) -> None:
-        """Run tasks as `run` does. Their fields are packed in words of 8 bytes; `packed` contains the words or is their
-        address."""
+        """Run tasks as `run` does, with their fields packed in words of 8 bytes. `packed`: the bytes, or the address of
+        the bytes."""
         assert nbytes <= 8 * tasks.MOST_TASKS * tasks.FIELDS, "more tasks than there is room for"
         ctypes.memset(self._progress_at, 0, 8 * counts)
         ctypes.memmove(self._tasks_at, packed, nbytes)
@@ -317,8 +319,8 @@ class SpinningPool:
         self.close()
 
     def _wake(self) -> None:
-        """Wake helpers that sleep. A helper that is just falling asleep misses this job, which the other threads
-        complete."""
+        """Wake the helper threads that sleep. A helper that is just falling asleep misses the current job; the other
+        threads then complete the job without it."""
         for helper, is_asleep in enumerate(self._is_asleep):
             if is_asleep:
                 self._is_asleep[helper] = False
@@ -341,7 +343,7 @@ def _functions(has_bf16: bool, several: bool) -> tuple[Callable[..., None], Call
 
 
 def _ticks(cycles: int) -> int:
-    """Return a number of clock cycles in ticks of the clock that helpers read."""
+    """Convert a number of clock cycles to ticks of the clock that helper threads read."""
     return cycles if FAMILY == X86 else int(cycles * (_ticks_a_second() / _CYCLES_A_SECOND))
 
 

@@ -123,7 +123,7 @@ def _word(name: str, index: int) -> str:
 
 
 def _fields(names: str, kind: str, first: int = 0) -> str:
-    """Return LLVM text that loads the fields `names` of `%task`, from field number `first` on."""
+    """Return LLVM text that loads the fields `names` of the task at `%task`, from field number `first` on."""
     return "\n".join(
         f"  %{name}.field = getelementptr i64, ptr %task, i64 {first + n}\n  %{name} = load {kind}, ptr %{name}.field"
         for n, name in enumerate(names.split())
@@ -134,7 +134,8 @@ _ARGUMENTS = FIELDS - 6
 
 
 def _rows() -> str:
-    """Return LLVM text that multiplies several rows, strip by strip: four at once, then two, then one."""
+    """Return LLVM text that multiplies several activation rows with a matrix, strip by strip of outputs: four rows at
+    once, then two, then one."""
     return f"""\
 rows:
   %strip = phi i64 [%begin, %entry], [%strip.next, %strip.end]
@@ -219,7 +220,7 @@ call:
 
 
 def _take(own: _Own) -> str:
-    """Return the LLVM text of the function that takes and computes units until none is left."""
+    """Return the LLVM text of the function by which a thread takes and computes units of work until none is left."""
     return f"""
 define internal void @take(ptr %block) {{
 entry:

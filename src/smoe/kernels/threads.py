@@ -10,8 +10,8 @@ import torch
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Let torch compute with `count` threads during the `with` block, in the calling thread. The previous number is
-    restored at the end, also after an error."""
+    """Let torch compute with `count` threads during the `with` block, in the calling thread. The previous number of
+    threads is restored at the end, also after an error."""
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(count)

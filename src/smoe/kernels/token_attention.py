@@ -36,7 +36,7 @@ _NORMED = 1 << 50
 
 
 class Norm(NamedTuple):
-    """An RMSNorm of the layer."""
+    """One RMSNorm of a decoder layer, as the layer's job computes it."""
 
     at: Callable[[], int]
     """A function that returns the current address of the norm's weight in bf16."""
@@ -45,7 +45,7 @@ class Norm(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """A linear layer in the form in which the pool multiplies it."""
+    """A linear layer, as arguments for a product of the thread pool."""
 
     matrix: Matrix
     """The matrix, with the address that it has at first."""
@@ -67,7 +67,7 @@ class Projection(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The modules of a decoder layer that the job computes, and the shape of its heads."""
+    """The modules of a decoder layer that a job computes for one token, and the shape of the layer's heads."""
 
     norm: Norm
     q: Projection
@@ -88,7 +88,7 @@ class Parts(NamedTuple):
 
 
 class AttachedRouter(NamedTuple):
-    """The router that follows a layer's attention and that the same job computes."""
+    """The router that follows a layer's attention and that the attention's job computes as well."""
 
     projection: Projection
     """The product of the router, whose weights are in bf16."""
@@ -96,7 +96,7 @@ class AttachedRouter(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the keys and values of a token are stored."""
+    """The storage of a token's keys and values in the KV cache."""
 
     keys: torch.Tensor
     """The storage of keys [1, key heads, capacity, size]. That of values has the same shape."""
@@ -108,7 +108,8 @@ class Place(NamedTuple):
 
 
 def fits(parts: Parts) -> bool:
-    """Return whether the kernels support the shapes of a layer."""
+    """Return whether the kernels support the shapes of a decoder layer: those of its norms, projections, heads and
+    rotary embedding."""
     hidden, half = parts.norm.size, parts.rotary // 2
     return (
         norm.fits(hidden)
@@ -126,7 +127,8 @@ def fits(parts: Parts) -> bool:
 
 
 class TokenAttention:
-    """The job of one layer for one token. Layers that compute one after the other may share a `Scratch`."""
+    """The attention, both norms and optionally the router of one decoder layer, computed for one token as one job of
+    the thread pool. Layers that compute one after the other may share a `Scratch`."""
 
     def __init__(self, pool: SpinningPool, parts: Parts, scratch: Scratch) -> None:
         self._pool = pool
@@ -151,7 +153,7 @@ class TokenAttention:
         self._is_long = sum(each.outputs * each.columns for each in projections) >= WAKING_WEIGHTS
 
     def route_by(self, routing: AttachedRouter) -> None:
-        """Make the router a part of the job."""
+        """Make the router's product and choice of experts part of the layer's job."""
         self._routing, self._known = routing, ()
         self._places.append(routing.projection.at)
 
@@ -197,7 +199,7 @@ class TokenAttention:
 
 
 class _Places(NamedTuple):
-    """The addresses of the values that one part of the job passes to the next."""
+    """The addresses of the intermediate values of a layer's job, which one task writes and a later task reads."""
 
     normed: int
     q: int
@@ -211,14 +213,14 @@ class _Places(NamedTuple):
 
 
 class Scratch:
-    """Memory for the values between the parts of a job. One layer at a time uses it."""
+    """Memory for the intermediate values of a layer's job. One layer at a time uses it."""
 
     def __init__(self) -> None:
         self._memory = bytearray()
         self.address = 0
 
     def reserve(self, parts: Parts) -> None:
-        """Provide enough memory for a layer with these parts."""
+        """Provide enough memory for the job of a decoder layer with the modules `parts`."""
         need = sum(_sizes(parts)) + _LINE
         if need > len(self._memory):
             self._memory = bytearray(need)
@@ -226,7 +228,8 @@ class Scratch:
             self.address = -(-start // _LINE) * _LINE
 
     def places(self, parts: Parts) -> _Places:
-        """Return the addresses of the values, which are one after the other in memory."""
+        """Return the addresses of the intermediate values for a layer with the modules `parts`. The values are one
+        after the other in memory."""
         found, at = [], self.address
         for size in _sizes(parts):
             found.append(at)
@@ -235,7 +238,7 @@ class Scratch:
 
 
 def _sizes(parts: Parts) -> list[int]:
-    """Return the bytes of each value in `_Places`, rounded up to cache lines."""
+    """Return the size in bytes of each intermediate value in `_Places`, rounded up to cache lines."""
     hidden, heads = parts.o.outputs, parts.heads * parts.size
     rows = _MOST_LAYOUTS * 4 * max(hidden, heads)  # a layout's row has some 1.3 bytes per element
     sizes = [2 * each for each in (hidden, heads, parts.k.outputs, parts.v.outputs, heads, hidden)]
@@ -243,7 +246,8 @@ def _sizes(parts: Parts) -> list[int]:
 
 
 class _Tasks:
-    """A sequence of tasks. A dependency between them is (address of a progress counter, number of units)."""
+    """The tasks of a layer's job, in order. A task that depends on others waits for (address of a progress counter,
+    number of finished units)."""
 
     def __init__(self, pool: SpinningPool, lists: ctypes.Array[ctypes.c_int64]) -> None:
         self.fields: list[int] = []
@@ -259,7 +263,8 @@ class _Tasks:
         return self._pool.word(tasks.PROGRESS + self._words - 1)
 
     def call(self, function: tuple[int, int], units: int, wait: tuple[int, int]) -> tuple[int, int]:
-        """Add a task that calls a function(arguments, unit) for `units` units. Return the dependency on it."""
+        """Add a task that calls a function(arguments, unit) for `units` units. It begins when `wait` is reached. Return
+        the (counter address, units) for which a task that needs the results must wait."""
         done = self._word()
         self.fields += (self.units, units, 1, tasks.CALL, *wait, done, *function, 0, 0, 0, 0)
         self.units += units
@@ -274,7 +279,8 @@ class _Tasks:
         at: _Places,
         wait: tuple[int, int],
     ) -> tuple[int, int]:
-        """Add tasks that multiply the row at the address `x` with matrices. Return the dependency on them."""
+        """Add tasks that multiply the row at the address `x` with matrices. They begin when `wait` is reached. Return
+        the (counter address, units) for which a task that needs the products must wait."""
         done, rows = self._word(), self._rows_in_bytes(x, matrices, at.in_bytes, wait)
         before = self.units
         outputs = sum(each.outputs for each in matrices)
@@ -286,8 +292,8 @@ class _Tasks:
     def _rows_in_bytes(
         self, x: int, matrices: Sequence[Matrix], at: int, wait: tuple[int, int]
     ) -> dict[Layout, tuple[int, tuple[int, int]]]:
-        """Add tasks that round the row to 8 bits in every layout that the matrices need. Return (address, dependency)
-        by layout."""
+        """Add tasks that round the row at the address `x` to 8 bits, in every layout that the matrices need. Return by
+        layout the address of the rounded row and the (counter address, units) for which its readers must wait."""
         found: dict[Layout, tuple[int, tuple[int, int]]] = {}
         for matrix in matrices:
             functions = None if matrix.products is None else matrix.products.in_bytes
@@ -328,7 +334,7 @@ class _Tasks:
         self.units += -(-outputs // unit)
 
     def _list(self, x: int, out: int) -> int:
-        """Store a list of one row, and return the address of the list."""
+        """Store a list that contains one 8-bit activation row, and return the address of the list."""
         first = 3 * self._listed
         self._lists[first : first + 3] = [1, x, out]
         self._listed += 1
@@ -356,7 +362,8 @@ class _Arguments:
         self.norm, self.heads, self.last, self.attention = pairs
 
     def fill(self, at: _Places) -> None:
-        """Write the arguments that are the same for every token."""
+        """Write the arguments of all functions that are the same for every token. `at`: the addresses of the
+        intermediate values."""
         parts, (of_norm, of_heads, of_last, of_attention) = self._parts, self._words
         hidden, size = parts.o.outputs, parts.size
         of_norm[1:] = [parts.norm.at(), at.normed, hidden, _bits(parts.norm.eps)]
@@ -377,7 +384,8 @@ class _Arguments:
         after: torch.Tensor,
         normed: torch.Tensor,
     ) -> None:
-        """Write the arguments that differ from token to token."""
+        """Write the arguments that differ from token to token: the addresses of its inputs and outputs, and its place
+        in the KV cache."""
         of_norm, of_heads, of_last, of_attention = self._words
         keys, values, begin, end = place
         _, key_head, key_row, _ = keys.stride()
@@ -392,7 +400,7 @@ class _Arguments:
 
 
 def _bits(number: float) -> int:
-    """Return the bits of a float32."""
+    """Return the bits of a float32 number as an integer."""
     (bits,) = struct.unpack("I", struct.pack("f", number))
     return int(bits)
 
@@ -442,8 +450,8 @@ define void @norm_row(ptr %arguments, i64 %unit) #0 {{
 
 
 def _turn_heads() -> str:
-    """Return the LLVM text of a function for one key head. It rotates the query heads and the key, and stores key and
-    value in the cache."""
+    """Return the LLVM text of a function that handles one key head of a token. It rotates the key and the query heads
+    that share it, and stores the key and the value in the KV cache."""
     return f"""
 define void @turn_heads(ptr %arguments, i64 %unit) #0 {{
 entry:
@@ -523,7 +531,7 @@ def _loaded(name: str, pointer: str, at: str) -> str:
 
 
 def _half(name: str, own: str, other: str, cos: str, sin: str) -> str:
-    """Return LLVM text for `%name` = bf16(bf16(own cos) + bf16(other sin))."""
+    """Return LLVM text for `%name` = bf16(bf16(own * cos) + bf16(other * sin)), one half of the rotary embedding."""
     kind = f"<{LANES} x float>"
     return f"""\
   %{name}.a = fmul {kind} {own}, {cos}

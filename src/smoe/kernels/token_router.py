@@ -41,7 +41,7 @@ class TokenRouter:
     """
 
     def __init__(self, experts: int, top_k: int, is_normalised: bool) -> None:
-        """`is_normalised`: the K weights are divided by their sum."""
+        """`is_normalised`: whether the K routing weights are divided by their sum."""
         self.experts, self.top_k = experts, top_k
         padded = -(-experts // _PADDING) * _PADDING
         self._logits = np.full(padded, _NO_EXPERT, np.uint16)
@@ -75,11 +75,13 @@ class TokenRouter:
         return self._gains.ctypes.data
 
     def complete(self, matrices: np.ndarray, places: np.ndarray, tasks: object) -> None:
-        """Make every routing write the addresses of the chosen experts' matrices into fields of tasks.
+        """Make every routing write the addresses of the chosen experts' matrices into fields of tasks, so that the
+        tasks can run.
 
         `matrices`: int64 [E, M], the addresses of each expert's M matrices. `places`: int64 [n, 3]; each entry is
-        (address of a field, index of the chosen expert in ascending order, index of the matrix). `tasks`: the owner of
-        the fields. It lives as long as machine code writes there, also if an interrupt ends the caller.
+        (address of a field, index of the chosen expert in ascending order, index of the matrix). `tasks`: the object
+        that owns the memory of the fields. The router keeps a reference to it, because machine code writes there even
+        after an interrupt has ended the caller.
         """
         self._words[_PLACES:] = [0] * 4
         self._completed = matrices, places, tasks

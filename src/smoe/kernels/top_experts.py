@@ -59,13 +59,13 @@ def module_of(isa: Isa) -> str:
 
 
 def _place(code: Code, base: Value, index: Value, width: int) -> Value:
-    """Return the address of entry number `index` of an array whose entries have `width` bytes."""
+    """Return the address of entry number `index` of an array. Each entry has `width` bytes."""
     return code.at(base, code.build.mul(index, code.number(width)))
 
 
 def _softmax(code: Code, logits: Value, candidates: Value, shares: Value, count: Value) -> Value:
-    """Write the logits as float32 to `candidates`, and exp(logit - largest logit) to `shares`. Return the sum of
-    `shares`."""
+    """Write the logits as float32 to `candidates`, and exp(logit - largest logit) to `shares`. Return the sum of the
+    values in `shares`."""
     build, lanes = code.build, code.isa.lanes
     zero, lowest = code.number(0), code.reals(float("-inf"))
 

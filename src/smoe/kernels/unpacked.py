@@ -47,7 +47,8 @@ def _codes(blocks: torch.Tensor, fields: Sequence[Field | Bits | Points], count:
 
 
 def _of_points(blocks: torch.Tensor, points: Points) -> torch.Tensor:
-    """Return the elements of a run of grid points, with their signs."""
+    """Return the elements of a run that is stored as indices of grid points (a codebook of short vectors), with their
+    signs applied."""
     grid = torch.tensor(points.grid.points, dtype=torch.int32, device=blocks.device)
     sizes = grid[torch.cat([_codes(blocks, index, 1) for index in points.indices], 1)].flatten(1)
     if not points.signs:
@@ -89,7 +90,7 @@ def _float8(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _scalar(blocks: torch.Tensor, scalar: Scalar) -> torch.Tensor:
-    """Return a scalar of every block, such as its scale, as float32 [blocks, 1]."""
+    """Return a scalar of every quantized block, for example its scale, as float32 [blocks, 1]."""
     if scalar.kind == "E8M0":
         exponents = blocks[:, scalar.byte : scalar.byte + 1].int()
         return torch.where(exponents == 0, 1 << 22, exponents << 23).view(torch.float32)

@@ -119,7 +119,7 @@ class DotSum:
         self._total: Value = None
 
     def add(self, codes: Value, x: Value) -> None:
-        """Add a dot product of four bytes to the sum in every lane."""
+        """Add a dot product of four bytes of codes and four bytes of x to the sum in every lane."""
         code = self._code
         if code.isa.has_int8_dots:
             before = ir.Constant(code.registers(WORD), None) if self._total is None else self._total
@@ -134,19 +134,20 @@ class DotSum:
             self._widen()
 
     def pin(self) -> None:
-        """Make the sum so far be computed before the following instructions (`Code.pinned`)."""
+        """Make LLVM compute the sum of the products added until now before the following instructions
+        (`Code.pinned`)."""
         if self._halves is not None:
             self._halves = self._code.pinned(self._halves)
         elif self._total is not None:
             self._total = self._code.pinned(self._total)
 
     def total(self) -> Value:
-        """Return the sums, int32 [n]."""
+        """Return the sums of all added dot products, int32 [n]."""
         self._widen()
         return self._total
 
     def _widen(self) -> None:
-        """Add the sums in 16 bits to the total in 32 bits."""
+        """Add the sums that are held in 16 bits to the total in 32 bits, and reset them."""
         if self._halves is not None:
             fours = _sums_of_pairs(self._code, self._halves)
             self._total = fours if self._total is None else self._code.build.add(self._total, fours)
@@ -154,7 +155,7 @@ class DotSum:
 
 
 def _pairs_of(code: Code, codes: Value, x: Value) -> Value:
-    """Return sums of two products of bytes each, as int16 [2n]."""
+    """Return sums of two products of bytes each, codes times x, as int16 [2n]."""
     pairs = ir.VectorType(HALF_WORD, codes.type.count // 2)
     name = "llvm.x86.avx512.pmaddubs.w.512" if codes.type.count == 64 else "llvm.x86.avx2.pmadd.ub.sw"
     return code.intrinsic(name, ir.FunctionType(pairs, [codes.type] * 2), [codes, x])
