@@ -31,19 +31,20 @@ Routes = Sequence[Sequence[int]]
 
 
 class DecodeExperts(Protocol):
-    """The experts of one layer for T tokens, computed in the order of the plan."""
+    """The computation of one layer's experts for T tokens. The experts are computed in the order of the layer's
+    plan."""
 
     def compute(self, first: int, weights: Sequence[Weights]) -> None:
-        """Compute consecutive experts of the plan, beginning with number `first`, from `weights`, one entry for each
-        expert."""
+        """Compute consecutive experts, from number `first` of the plan on. `weights` has one entry for each of these
+        experts."""
 
     def put(self, n: int, rows: torch.Tensor) -> None:
-        """Store the rows of expert number `n` that another unit has computed: [its routes, H], not yet multiplied by
-        the routing weights."""
+        """Store the outputs of the plan's expert number `n`, which another device or machine has computed: [number of
+        its routes, H], not yet multiplied by the routing weights."""
 
     def partial(self, count: int) -> torch.Tensor:
-        """Return the weighted sum of the outputs of the first `count` experts [T, H]. It is only for predictions: last
-        bits may differ from those of `total`."""
+        """Return the weighted sum of the outputs of the plan's first `count` experts [T, H]. It is only for
+        predictions: its last bits may differ from those of `total`."""
 
     def total(self) -> torch.Tensor:
         """Return the weighted sum of all experts' outputs, [T, H]."""
@@ -64,7 +65,7 @@ serves."""
 
 def begin_of(maths: Mapping[int, ExpertMath], thread_pool: ThreadPool | None) -> Begin:
     """Return a function that begins the computation of a layer's experts for few tokens. `maths`: the arithmetic of the
-    layer's experts, by format."""
+    layer's experts, by format of the weights."""
     way = way_of(list(maths.values()), thread_pool)
 
     def begin(serves: Sequence[Serve], hidden: torch.Tensor, top_k_weights: torch.Tensor) -> DecodeExperts:
@@ -76,7 +77,8 @@ def begin_of(maths: Mapping[int, ExpertMath], thread_pool: ThreadPool | None) ->
 
 
 def way_of(maths: Sequence[ExpertMath], thread_pool: ThreadPool | None) -> Way:
-    """Return the class that computes a layer's experts, chosen by the arithmetic of all formats that the layer has."""
+    """Return the class that computes a layer's experts for few tokens. The choice depends on the kernels that `maths`,
+    the arithmetic of all the layer's formats, can use."""
     if all(math.kernels.slots is not None for math in maths):
         return _in_slots
     if all(math.kernels.token is not None and not math.sums_as_weights for math in maths):
@@ -125,16 +127,16 @@ def _by_operations(
 
 
 def routes_on_device(routes: Routes, width: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return for every expert its routes [n] and the tokens of these routes [n], on the device. One transfer copies all
-    of them."""
+    """Return for every expert its routes [n] and the tokens of these routes [n], as tensors on the device. One transfer
+    copies the routes of all experts."""
     flat = on_device([route for some in routes for route in some], device)
     counts = [len(some) for some in routes]
     return list(zip(flat.split(counts), (flat // width).split(counts), strict=True))
 
 
 def proven_kernel(math: ExpertMath, pool: SpinningPool, weights: Weights) -> TokenExperts | None:
-    """Return the kernel that computes one token through these experts if a test shows that it has torch's bits; else
-    None."""
+    """Return the kernel that computes one token through experts with this arithmetic, or None if a test finds that its
+    results are not torch's."""
     math = math.by_pool(pool)
     kernel = math.kernel_of(pool)
     if kernel is None:
@@ -152,7 +154,7 @@ def proven_kernel(math: ExpertMath, pool: SpinningPool, weights: Weights) -> Tok
 
 
 class _OneByOperations:
-    """Computes one token by torch's operations, distributed over a pool of threads if there is a pool."""
+    """Computes one token through its experts by torch's operations, on the threads of a pool if there is one."""
 
     def __init__(
         self,
@@ -200,7 +202,7 @@ class _OneByOperations:
 
 
 class _SeveralByOperations:
-    """Computes several tokens by torch's operations, one expert after the other."""
+    """Computes several tokens through their experts by torch's operations, one expert after the other."""
 
     def __init__(
         self,
@@ -238,8 +240,8 @@ class _SeveralByOperations:
 
 
 class _InOnePiece:
-    """Computes few tokens by our kernel, which adds the outputs right after the last expert, without returning to
-    Python.
+    """Computes few tokens through their experts by our kernel. It adds the outputs right after the last expert, without
+    returning to Python.
 
     Output rows are ordered by token, and those of a token by ascending expert.
     """
@@ -289,8 +291,8 @@ class _InOnePiece:
         self._end(1, [])
 
     def _end(self, count: int, ours: list[Expert]) -> None:
-        """Compute the experts `ours`, after which `count` more experts are complete. After the last expert, also
-        compute the sum."""
+        """Compute the experts `ours`, which completes `count` experts of the layer. After the last expert of the layer,
+        also compute the sum."""
         self._open -= count
         while len(ours) > MOST_EXPERTS:
             self._kernel.forward(self._hidden, ours[:MOST_EXPERTS], self._rows)
@@ -311,7 +313,7 @@ class _InOnePiece:
 
 
 def _by_token(tokens: int, width: int, routes: Routes, ascending: Sequence[int]) -> list[list[int]]:
-    """Return for every token its routes, in the order of the sum."""
+    """Return for every token its routes, ordered by ascending expert, which is the order of the sum."""
     if tokens == 1:
         return [[route for n in ascending for route in routes[n]]]
     found: list[list[int]] = [[] for _ in range(tokens)]

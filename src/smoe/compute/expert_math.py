@@ -53,7 +53,7 @@ def empty_sum(math: ExpertMath, hidden: torch.Tensor, top_k_weights: torch.Tenso
 
 
 class Weights(Protocol):
-    """One expert's weights in a slot, in the form for `x @ up` and `h @ down`. H is the hidden size, I the expert's
+    """One expert's weights in a slot, as matrices for `x @ up` and `h @ down`. H is the hidden size, I the expert's
     inner size."""
 
     @property
@@ -72,11 +72,11 @@ class Weights(Protocol):
 
     @property
     def matrices(self) -> Sequence[Matrix]:
-        """The matrices in the form for machine code: those that form `up`, then `down`."""
+        """The matrices as arguments for machine code: those that form `up`, then `down`."""
 
     @property
     def addresses(self) -> Sequence[int]:
-        """The device addresses of the matrices, followed by those of the biases."""
+        """The device addresses of the matrices `up` and `down`, followed by those of their biases."""
 
 
 class DenseWeights(NamedTuple):
@@ -95,7 +95,8 @@ class DenseWeights(NamedTuple):
 
 
 class ProvenKernels(NamedTuple):
-    """The kernels that compute a layer's experts, each tested before. By default torch computes everything."""
+    """The kernels that compute a layer's experts. A test has compared each with torch. By default there are none, and
+    torch computes everything."""
 
     pool: SpinningPool | None = None
     """Multiplies single rows, and few rows in its own order; None: torch."""
@@ -108,8 +109,8 @@ class ProvenKernels(NamedTuple):
 
 
 class ExpertMath:
-    """The arithmetic of one layer's experts, for weights in the model's dtype. It is a value: `by` returns another one
-    with other kernels."""
+    """The arithmetic of one layer's experts, for weights in the model's dtype. The object is a value: `by` returns
+    another object that uses other kernels."""
 
     def __init__(
         self,
@@ -119,8 +120,8 @@ class ExpertMath:
         kernels: ProvenKernels = ProvenKernels(),  # noqa: B008 (a value)
         sums_as_weights: bool = False,
     ) -> None:
-        """`parts`: the weights that an expert has. `sums_as_weights`: outputs are summed in the dtype of the routing
-        weights, not in that of the hidden states."""
+        """`parts`: the weight tensors that an expert has. `sums_as_weights`: outputs are summed in the dtype of the
+        routing weights, not in that of the hidden states."""
         self._module = module
         self._shapes = {part.name: part.stored_shape for part in parts}
         self.dtype = dtype
@@ -143,17 +144,17 @@ class ExpertMath:
         self.inner = down[0] if self._down_is_transposed else down[1]
 
     def by(self, kernels: ProvenKernels) -> Self:
-        """Return the same arithmetic, computed by these kernels."""
+        """Return this arithmetic with other kernels: those in `kernels`."""
         math = copy(self)
         math._use(kernels)
         return math
 
     def by_pool(self, pool: SpinningPool | None) -> Self:
-        """Return the same arithmetic, where `pool` multiplies single rows; None: torch does."""
+        """Return this arithmetic, with `pool` multiplying single rows; None: torch multiplies them."""
         return self.by(ProvenKernels(pool))
 
     def summing_as_weights(self) -> Self:
-        """Return the same arithmetic, with outputs summed in the dtype of the routing weights."""
+        """Return this arithmetic, with outputs summed in the dtype of the routing weights."""
         math = copy(self)
         math.sums_as_weights = True
         return math
@@ -172,13 +173,13 @@ class ExpertMath:
 
     @property
     def byte_kernel(self) -> TokenExperts | None:
-        """The kernel that multiplies any number of tokens with these experts in 8 bits; None if there is no such
-        kernel."""
+        """The kernel that multiplies any number of tokens with these experts in 8 bits; None if no kernel can, as for
+        experts in the model's dtype."""
         return None
 
     @property
     def shapes(self) -> tuple[MatrixShape, MatrixShape]:
-        """The shapes of the matrices of both products."""
+        """The shapes of the matrices of an expert's two products."""
         up, down = not self._up_is_transposed, not self._down_is_transposed  # attributes of the family's own layout
         return MatrixShape(self.hidden, self.up_width, up), MatrixShape(self.inner, self.hidden, down)
 
@@ -193,8 +194,8 @@ class ExpertMath:
         return self._post_norm is None
 
     def bind(self, arena: Arena, slot: int, offsets: Mapping[str, int]) -> Weights:
-        """Return the weights of the expert in `slot`, as views of the slot. `offsets`: the offset of each part in the
-        slot, in bytes."""
+        """Return the weights of the expert in `slot`, as views of the slot's memory. `offsets`: for each weight tensor,
+        its offset in the slot in bytes."""
 
         def part(name: str) -> torch.Tensor:
             return arena.view(slot, offsets[name], self._shapes[name], self.dtype)
@@ -207,18 +208,18 @@ class ExpertMath:
         return DenseWeights(up, down, part(f"{self._up_name}_bias"), part("down_proj_bias"), matrices)
 
     def agrees(self, pool: SpinningPool, weights: Weights) -> bool:
-        """Return whether our kernel has torch's bits with these weights. For a kernel with its own order of sums:
-        whether its error is no larger than torch's."""
+        """Return whether our kernel has torch's bits with these weights. For a kernel with its own order of sums,
+        return whether its error is no larger than torch's."""
         return agrees(pool, weights.up) and agrees(pool, weights.down)
 
     def is_proof(self, pool: SpinningPool, ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-        """Return whether one token's output by our kernel, `ours`, is as required: equal to torch's, or equal up to
-        rounding if the pool has its own order."""
+        """Return whether our kernel's output for one token, `ours`, is as close to torch's output as the pool promises:
+        equal, or equal up to rounding if the pool has its own order of sums."""
         return same_bits(ours, theirs) if pool.own_order is None else within_rounding(ours, theirs)
 
     def most_rows(self, pool: SpinningPool, weights: Weights) -> int:
-        """Return for how many tokens of one expert our kernel may be used at once: a test shows whether it has torch's
-        bits for several rows."""
+        """Return the largest number of tokens of one expert for which our kernel may be used. It is above 1 only if a
+        test shows that the kernel has the required bits for several rows."""
         matrices = weights.up, weights.down
         is_proven = pool.several and all(agrees_on_rows(pool, each, n) for each in matrices for n in (2, MOST_ROWS))
         if pool.own_order is not None:
@@ -226,8 +227,8 @@ class ExpertMath:
         return MOST_ROWS if is_proven else 1
 
     def kernel_of(self, pool: SpinningPool, most_rows: int = 1) -> TokenExperts | None:
-        """Return the kernel that computes few tokens through these experts, or None if their form is not supported.
-        `most_rows`: the number of tokens of one expert for which a test has succeeded."""
+        """Return the kernel that computes few tokens through these experts, or None if it does not support their
+        structure. `most_rows`: the number of tokens of one expert for which a test has succeeded."""
         table = self.gate_table()
         return None if table is None else TokenExperts(pool, self.hidden, self.inner, table, most_rows)
 
@@ -255,16 +256,16 @@ class ExpertMath:
         return up, MatrixLayout(self.hidden, self.inner, None, self._down_is_transposed, alignment)
 
     def numbers(self, weights: Weights, matrix: int, rows: slice) -> torch.Tensor:
-        """Return some rows of one of an expert's matrices [n, K], dequantized to float32, on the host. Each row belongs
+        """Return some rows of one of an expert's matrices, dequantized to float32 [n, K], on the host. Each row belongs
         to one output.
 
-        `matrix` is the number of the matrix in the order of `Weights.addresses`.
+        `matrix` is the index of the matrix in the order of `Weights.addresses`.
         """
         return (weights.down if matrix else weights.up).t()[rows].float().cpu()
 
     def gate_table(self) -> torch.Tensor | None:
-        """Return the activation's value for every bf16 number, [65536]. None unless the experts are two products with
-        table[gate] * up between them."""
+        """Return the activation's value for every bf16 number, [65536]. Return None unless the experts are two matrix
+        products with table[gate] * up between them."""
         return activation_table(self._activate) if self.is_gated_product else None
 
     @property
@@ -287,8 +288,8 @@ class ExpertMath:
         return y if self._post_norm is None else self._post_norm(y)
 
     def forward_each(self, x: torch.Tensor, weights: Sequence[Weights], out: torch.Tensor) -> None:
-        """Compute one token x [1, H] through several experts and write one output row for each to `out` [n, H]. The
-        rows equal those of `forward`.
+        """Compute one token x [1, H] through several experts, and write the output of each to one row of `out` [n, H].
+        The rows equal those of `forward`.
 
         The matrix products are the same calls as in `forward`. Elementwise operations between them run once for all
         rows, which changes no bit and saves most of Python's time for small experts.

@@ -22,11 +22,12 @@ Place = tuple[int, int]
 
 
 class Experts:
-    """How the experts of every layer and format are computed on one device."""
+    """The arithmetic of all experts on one device, by layer and format."""
 
     def __init__(self, maths: Mapping[Place, ExpertMath], helpers: SpinningPool | ThreadPool | None = None) -> None:
-        """`maths`: the arithmetic by (layer, format). `helpers`: what multiplies single rows. A `SpinningPool`: our
-        kernel; a `ThreadPool`: the library, with one thread for each expert; None: the library alone."""
+        """`maths`: the arithmetic by (layer, format). `helpers`: the threads that multiply single rows. A
+        `SpinningPool` multiplies by our kernels; a `ThreadPool` by the library, with one thread for each expert. None:
+        the library multiplies with its own threads."""
         self.maths = maths
         self.spinning_pool = helpers if isinstance(helpers, SpinningPool) else None
         self.thread_pool = helpers if isinstance(helpers, ThreadPool) else None
@@ -45,8 +46,8 @@ class Experts:
     def by(
         self, helpers: SpinningPool | ThreadPool | None, kernels: Mapping[Place, TokenExperts] | None = None
     ) -> Experts:
-        """Return the same experts with other `helpers`, and with `kernels` for few tokens. A test must have shown that
-        the pool gives correct results for these experts."""
+        """Return these experts with other `helpers`, and with `kernels`, by (layer, format), for few tokens. A test
+        must have shown that the pool gives correct results for these experts."""
         pool, found = helpers if isinstance(helpers, SpinningPool) else None, kernels or {}
         return Experts(
             {
@@ -57,12 +58,13 @@ class Experts:
         )
 
     def in_slots(self, kernels: Mapping[Place, SlotExperts] | None) -> Experts:
-        """Return the same experts, where these GPU kernels compute few tokens; None: torch computes them."""
+        """Return these experts, with few tokens computed by the GPU kernels `kernels`, by (layer, format); None: torch
+        computes them."""
         return self._with(lambda place, of: of._replace(slots=None if kernels is None else kernels[place]))
 
     def filling_up_rows(self, dtype: torch.dtype) -> Experts:
-        """Return the same experts, where the rows of an expert are padded to one of a few fixed numbers if this changes
-        no bit of the results."""
+        """Return these experts, with the rows of each expert padded to one of a few fixed numbers of rows if padding
+        changes no bit of the results."""
         found: dict[tuple[MatrixShape, MatrixShape], Filling] = {}
         for math in self.maths.values():
             if math.shapes not in found:
@@ -70,7 +72,7 @@ class Experts:
         return self._with(lambda place, of: of._replace(filling=found[self.maths[place].shapes]))
 
     def summing_as_weights(self) -> Experts:
-        """Return the same experts, with outputs summed in the data type of the routing weights."""
+        """Return these experts, with outputs summed in the data type of the routing weights."""
         return Experts({place: math.summing_as_weights() for place, math in self.maths.items()}, self._helpers)
 
     def _with(self, change: Callable[[Place, ProvenKernels], ProvenKernels]) -> Experts:
@@ -87,15 +89,15 @@ class Experts:
         return [each for each in (self.spinning_pool, self.thread_pool) if each is not None]
 
     def math_of(self, key: ExpertKey) -> ExpertMath:
-        """Return the arithmetic for the copy of an expert that `key` names: (layer, expert, format)."""
+        """Return the arithmetic for the expert copy `key`: (layer, expert, format)."""
         return self.maths[key[0], key[2]]
 
     def kind(self, layer: int) -> tuple[object, ...]:
-        """Return a value that is equal for two layers whose experts are computed in the same way."""
+        """Return a value that is equal for two layers if their experts are computed in the same way."""
         return self.maths[layer, EXACT].kind
 
     def hidden_size(self, layer: int) -> int:
-        """Return H, the length of the rows that a layer's experts take."""
+        """Return the hidden size H of a layer, the length of the rows that its experts take."""
         return self.maths[layer, EXACT].hidden
 
     @property
@@ -130,5 +132,5 @@ def _token_kernel(maths: Sequence[ExpertMath]) -> TokenExperts | None:
 
 
 def _expect(are_there: bool) -> None:
-    """Do nothing. It replaces `SpinningPool.expect_readers` if the library computes, whose threads we do not
-    control."""
+    """Do nothing. This function replaces `SpinningPool.expect_readers` if the library computes, because smoe does not
+    control the library's threads."""

@@ -30,7 +30,8 @@ computing alternate."""
 
 
 class ExpertsAlone:
-    """A service that computes experts by key. `close` frees its slots, files and threads."""
+    """A service that computes experts by key, without the rest of the model. `close` frees its slots, files and
+    threads."""
 
     def __init__(
         self,
@@ -42,8 +43,9 @@ class ExpertsAlone:
         threads: int,
         has_library: bool = True,
     ) -> None:
-        """`sizes`: pairs of (number of slots, bytes per slot). `size_of` returns the index in `sizes` for an expert.
-        `is_direct`: read past the page cache. `has_library`: torch computes what our kernels do not."""
+        """`sizes`: pairs of (number of slots, bytes per slot). `size_of`: a function that returns the index in `sizes`
+        for an expert. `is_direct`: whether reads bypass the page cache. `has_library`: whether torch is available for
+        products that our kernels do not compute."""
         self.slots = sum(slots for slots, _ in sizes)
         self.store = store
         self.math = math
@@ -66,10 +68,10 @@ class ExpertsAlone:
         return next(iter(self.math.values())).hidden
 
     def compute_by(self, arithmetic: str) -> bool:
-        """Multiply few rows by `arithmetic`, one of `KERNELS`, which the coordinator chose. Return False if this
-        machine does not support it.
+        """Multiply few rows by the kernels `arithmetic`, one of `KERNELS`, which the coordinator chose. Return False if
+        this machine does not support them.
 
-        No computation may be running. The threads of the previous kernel end.
+        No computation may be running. The threads of the previous kernels end.
         """
         if arithmetic == "torch":
             return self._has_library and self.experts.multiply_by(None)
@@ -79,19 +81,19 @@ class ExpertsAlone:
         return self.experts.multiply_by(SpinningPool(self.threads, not self._has_library, in_own_order=is_ours))
 
     def expect(self, keys: Sequence[ExpertKey]) -> list[ExpertKey]:
-        """Set the experts that will be requested next; other experts are evicted first. Return those of `keys` that
-        must be read."""
+        """Set the experts that will be requested next, `keys`; other experts are evicted first. Return the experts in
+        `keys` that must be read."""
         self._expected = set(keys)
         return [key for key in keys if not self._host.has(key)]
 
     def bring(self, key: ExpertKey) -> None:
-        """Read an expert if it is still expected. Called by a reading thread."""
+        """Read an expert into its slot if it is still expected. A reading thread calls this method."""
         if key in self._expected:
             self.experts.bring(key)
 
     def submit(self, wanted: Sequence[ExpertTask], hidden: Hidden) -> list[Future[torch.Tensor]]:
         """Start to compute experts, as `ComputeUnit.submit` does, and return their results as futures. A computed
-        expert is no longer expected."""
+        expert is no longer among the expected ones."""
         futures = self.experts.submit(wanted, hidden)
         for each, future in zip(wanted, futures, strict=True):
             future.add_done_callback(partial(self._used, each.key))

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class _There(NamedTuple):
-    """An expert in the host tier, which cannot be evicted until its lease ends."""
+    """An expert in the host tier. It cannot be evicted until its lease ends."""
 
     lease: Lease
     seconds: float | None
@@ -60,9 +60,13 @@ class HostExperts:
         reads_concurrently: bool = False,
         has_library: bool = True,
     ) -> None:
-        """`math`: the arithmetic by layer. `threads`: the number of torch's threads. `reads_concurrently`: read missing
-        experts on another thread, in the order of requests, while earlier ones are computed. A read expert keeps its
-        slot until it is computed, so the number of slots limits reading ahead. `has_library`: torch is available."""
+        """`math`: the arithmetic by layer. `threads`: the number of torch's threads. `has_library`: whether torch is
+        available.
+
+        `reads_concurrently`: whether another thread reads missing experts, in the order of requests, while earlier
+        experts are computed. A read expert keeps its slot until it is computed, so the number of slots limits reading
+        ahead.
+        """
         self._host = host
         self._filler = filler
         self._store = store
@@ -81,11 +85,11 @@ class HostExperts:
         self._reader = ThreadPoolExecutor(1, "smoe-host-reads") if reads_concurrently else None
 
     def multiply_by(self, pool: SpinningPool | None) -> bool:
-        """Multiply single rows by our kernel. Use torch, and return False, if the kernel's bits differ from torch's;
-        also use torch if `pool` is None.
+        """Multiply single rows by our kernel on `pool`. If the kernel's bits differ from torch's, use torch and return
+        False. If `pool` is None, use torch.
 
-        One expert of every shape is compared; nothing else may be running. This object closes the pool when another
-        replaces it, or at the end, whether the pool is used or not.
+        One expert of every shape is compared; no other computation may be running. This object closes the pool when
+        another replaces it, or at the end, whether the pool is used or not.
         """
         former, self._pool = self._pool, pool
         self._math = _by_pool(self._math, None)
@@ -105,8 +109,8 @@ class HostExperts:
         """Start to compute experts for some rows of `hidden` [T, H]. Return for each expert a future of its output [n,
         H], on the CPU.
 
-        The call never blocks: the CPU's thread waits for rows from the device. Missing experts are read from disk
-        first. Errors are raised by `Future.result()`.
+        The call never blocks: the computing thread waits for rows from the device. Missing experts are read from disk
+        first. `Future.result()` raises errors of the computation.
         """
         if self._reader is None:
             return [self._submit(each, None, hidden) for each in wanted]
@@ -119,7 +123,7 @@ class HostExperts:
         return [futures[n] for n in range(len(wanted))]
 
     def bring(self, key: ExpertKey) -> None:
-        """Load an expert into the host tier if it is missing. Called by a reading thread."""
+        """Load an expert into the host tier if it is missing. A reading thread calls this method."""
         self._host.give_back(self._bring(key).lease)
 
     def measured(self) -> Iterator[tuple[float, int]]:
@@ -133,14 +137,14 @@ class HostExperts:
             yield self._read.popleft()
 
     def drain(self) -> None:
-        """Cancel tasks that have not begun, and wait for the others."""
+        """Cancel the computations that have not begun, and wait for the running ones."""
         pending = list(self._under_way)
         for future in pending:
             future.cancel()
         wait(pending)
 
     def reset(self) -> None:
-        """Wait until nothing is running, and reset the measurements."""
+        """Wait until no computation is running, and reset the measurements."""
         self.drain()
         self._timed.clear()
         self._read.clear()
@@ -174,8 +178,8 @@ class HostExperts:
 
     @contextmanager
     def _held(self, key: ExpertKey, coming: Future[_There] | None = None) -> Iterator[Any]:
-        """Provide the weights of an expert in the host tier during the `with` block. Read the expert if it is missing;
-        if another thread reads it, wait for that thread (`coming`)."""
+        """Provide the weights of an expert in the host tier during the `with` block. Read the expert if it is missing.
+        If `coming` is given, another thread reads the expert; wait for that thread."""
         there = self._bring(key) if coming is None else coming.result()
         if coming is not None and there.seconds is not None:
             self._read.append(there.seconds)
@@ -187,10 +191,10 @@ class HostExperts:
             self._host.give_back(there.lease)
 
     def _bring(self, key: ExpertKey) -> _There:
-        """Load an expert's full copy into the host tier if it is missing, and return it with a lease, which the caller
-        must end.
+        """Load an expert's full-precision copy into the host tier if it is missing. Return the expert with a lease,
+        which the caller must end.
 
-        The CPU never computes low copies; these are loaded to the device.
+        The CPU never computes low-precision copies; these are loaded to the device.
         """
         lease = self._host.lease(key)
         if lease.is_hit:
@@ -222,15 +226,15 @@ def _begin(threads: int) -> None:
 
 
 def _by_pool(maths: Mapping[int, Arithmetic], pool: SpinningPool | None) -> dict[int, Arithmetic]:
-    """Return the arithmetic of every layer with the kernels of `pool`. Layers that shared one object before share one
-    afterwards."""
+    """Return the arithmetic of every layer with the kernels of `pool`. Layers that shared an arithmetic object share
+    the new one too."""
     made = {id(math): math.by_pool(pool) for math in {id(math): math for math in maths.values()}.values()}
     return {layer: made[id(math)] for layer, math in maths.items()}
 
 
 class Balancer:
-    """Divides missing experts between link and CPU. The division follows the costs measured last, or the costs
-    `fixed`."""
+    """Divides a layer's missing experts between loads to the device and the CPU, by the costs measured last or by the
+    costs `fixed`."""
 
     def __init__(
         self,
@@ -244,7 +248,8 @@ class Balancer:
         recent: int,
         own_bytes: int,
     ) -> None:
-        """`own_bytes`: the bytes of a slot of a full copy, to which the measured times of other loads are scaled."""
+        """`own_bytes`: the size in bytes of a slot of a full-precision copy. The measured times of other loads are
+        scaled to this size."""
         self.shares_prompts = shares_prompts
         """Whether the CPU also computes experts of prompts."""
         self._pacing = pacing
@@ -257,21 +262,23 @@ class Balancer:
         self._own_bytes = own_bytes
 
     def begin_pass(self, position: int) -> None:
-        """Do nothing, because the CPU is always available. (Other balancers need this call.)"""
+        """Do nothing, because the CPU is always available. Balancers for other machines use this call to choose the
+        available machines."""
 
     def balance(self, routing: Routing, under_way: float) -> Balance | None:
-        """Return how to divide one layer's missing experts while `under_way` loads are in flight. None if the device
-        computes all of them."""
+        """Return the division of one layer's missing experts between loads and the CPU, while `under_way` loads are in
+        flight. Return None if the device computes all missing experts."""
         if not self._pacing.is_paced or (routing.phase is Phase.PREFILL and not self.shares_prompts):
             return None
         return Balance(self._method, self._order, self.costs(under_way))
 
     def guess(self, predictions: Iterable[Prediction]) -> Iterable[Prediction]:
-        """Return all predictions unchanged: experts are prefetched only for the device."""
+        """Return all predictions unchanged, because experts are prefetched only for the device and never for the
+        CPU."""
         return predictions
 
     def costs(self, under_way: float) -> Costs:
-        """Return the costs, as measured last, of loading and of computing an expert, while `under_way` loads are in
+        """Return the costs of loading and of computing an expert, as measured last, while `under_way` loads are in
         flight."""
         for seconds, nbytes in self._link.measured():
             self._recent.note_load(seconds * self._own_bytes / nbytes)

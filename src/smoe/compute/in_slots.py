@@ -25,7 +25,7 @@ NONE = -1
 
 
 class InSlots:
-    """The experts of one layer on a GPU, as `DecodeExperts` describes. The host never waits for the device."""
+    """The computation of one layer's experts on a GPU (`DecodeExperts`). The host never waits for the device."""
 
     def __init__(
         self,

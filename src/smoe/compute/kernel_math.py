@@ -46,13 +46,13 @@ class KernelMath:
         return up, Matrix(begin + offsets[DOWN], self.hidden, self.inner)
 
     def agrees(self, pool: SpinningPool, weights: tuple[Matrix, Matrix]) -> bool:
-        """Return whether the kernel supports the shapes of these weights. (Without torch, bits cannot be compared
-        here.)"""
+        """Return whether the kernel supports the shapes of these weights. The bits are not compared, because this
+        process has no torch."""
         del pool
         return all(fits_shape(each.columns, each.outputs) for each in weights)
 
     def by_pool(self, pool: SpinningPool | None) -> KernelMath:
-        """Return the same arithmetic, computed by `pool`."""
+        """Return this arithmetic, computed by the threads of `pool`."""
         return KernelMath(self.hidden, self.inner, self._table, pool)
 
     def forward(self, x: Bits, weights: tuple[Matrix, Matrix]) -> Bits:

@@ -27,9 +27,9 @@ _PROOF_OPERATIONS = 60e9
 
 def kernel_rows(pool: SpinningPool, shapes: Sequence[MatrixShape]) -> int:
     """Return the largest number of rows for which products with bf16 matrices of all these shapes have torch's bits; 0
-    if there is none.
+    if no number does.
 
-    The result holds for the current number of threads. `pool` must support several rows in torch's order.
+    The result holds for the current number of threads. `pool` must support several rows in torch's order of sums.
     """
     if any(not shape.is_transposed or not fits_shape(shape.columns, shape.outputs) for shape in shapes):
         return 0

@@ -42,15 +42,15 @@ class UnpackedTile:
         self._memory = torch.empty(0, dtype=dtype)
 
     def take(self, outputs: int, columns: int, device: torch.device) -> torch.Tensor:
-        """Return memory for a matrix [outputs, columns]. The matrix that was there before is lost."""
+        """Return memory for a dequantized matrix [outputs, columns]. It overwrites the matrix that was there before."""
         if self._memory.numel() < outputs * columns or self._memory.device != device:
             self._memory = torch.empty(outputs * columns, dtype=self.dtype, device=device)
         return self._memory[: outputs * columns].view(outputs, columns)
 
 
 class QuantisedWeights:
-    """One quantized expert in its slot. Reading `up` or `down` dequantizes that matrix into memory that both share, so
-    each overwrites the other."""
+    """One quantized expert in its slot. Reading `up` or `down` dequantizes the matrix into memory that both attributes
+    share, so each access overwrites the matrix of the other."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class QuantisedWeights:
         down_bias: torch.Tensor | None = None,
     ) -> None:
         """`data`: for each matrix, its description and its bytes [outputs, bytes of a row]; the last matrix is that of
-        the second product. `pool`: the threads that dequantize; None: torch dequantizes. The biases are [2I] and [H],
-        in the model's dtype, in the order of the outputs."""
+        the second product. `pool`: the threads that dequantize; None: torch dequantizes. `up_bias` [2I] and `down_bias`
+        [H] have the model's dtype, in the order of the outputs."""
         self.data = data
         self._tile = tile
         self._activations = activations
@@ -73,8 +73,8 @@ class QuantisedWeights:
 
     @cached_property
     def matrices(self) -> Sequence[Matrix]:
-        """The matrices in the form for machine code. The code is compiled on first access, which takes some tenths of a
-        second for each format."""
+        """The matrices as arguments for machine code. The code is compiled on first access, which takes some tenths of
+        a second for each format."""
         return [
             Matrix(rows.data_ptr(), each.outputs, each.columns, products_of(each.form, self._activations))
             for each, rows in self.data
@@ -94,7 +94,7 @@ class QuantisedWeights:
         return self._unpacked(slice(-1, None))
 
     def _unpacked(self, which: slice) -> torch.Tensor:
-        """Return the dequantized matrices `which`, concatenated and transposed for `x @ ...`."""
+        """Return the matrices `which`, dequantized, concatenated and transposed for `x @ ...`."""
         data, tile = self.data[which], self._tile
         stored, rows = data[0]
         out = tile.take(sum(each.outputs for each, _ in data), stored.columns, rows.device)
@@ -140,17 +140,18 @@ class QuantisedMath(ExpertMath):
 
     @property
     def rounds_rows(self) -> bool:
-        """See `ExpertMath.rounds_rows`."""
+        """Whether activation rows are rounded to 8 bits before products."""
         return self.kernels.pool is not None and self._post_norm is None and any(self._are_in_bytes())
 
     @property
     def byte_kernel(self) -> TokenExperts | None:
-        """See `ExpertMath.byte_kernel`."""
+        """The kernel that multiplies any number of tokens with these experts in 8 bits; None if a matrix has no such
+        product."""
         kernel = self.kernels.token
         return kernel if kernel is not None and not self.sums_as_weights and all(self._are_in_bytes()) else None
 
     def _are_in_bytes(self) -> list[bool]:
-        """Return for each matrix whether our kernel multiplies it with rows of 8-bit numbers."""
+        """Return for each matrix whether our kernel multiplies it with activation rows in 8 bits."""
         products = [products_of(each.form, self._activations) for each in self._stored]
         return [each is not None and each.in_bytes is not None for each in products]
 
@@ -196,8 +197,8 @@ class QuantisedMath(ExpertMath):
         return within_rounding(ours, theirs)
 
     def most_rows(self, pool: SpinningPool, weights: Weights) -> int:
-        """Return the largest number of rows that the kernel supports. (The number does not change the grade of the
-        result.)"""
+        """Return the largest number of rows that the kernel multiplies with these weights. All of these numbers give
+        the same grade of exactness."""
         return most_quantised_rows(weights.matrices)
 
     def forward_each(self, x: torch.Tensor, weights: Sequence[Weights], out: torch.Tensor) -> None:
@@ -219,7 +220,7 @@ class QuantisedMath(ExpertMath):
     def _multiplied(
         self, pool: SpinningPool, x: torch.Tensor, matrices: Sequence[Matrix], bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the products of few rows x with `matrices`, concatenated, plus the bias."""
+        """Return the products of a few rows x with `matrices`, concatenated, plus the bias."""
         x, out = x.contiguous(), x.new_empty(x.shape[0], sum(matrix.outputs for matrix in matrices))
         pool.multiply_quantised(x, matrices, out)
         return out if bias is None else out.add_(bias)

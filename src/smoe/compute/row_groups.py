@@ -30,8 +30,8 @@ padding."""
 
 
 def filled_up(rows: int) -> int:
-    """Return the number of rows after padding: 1 to 8 are unchanged, then there are four sizes between a power of two
-    and the next."""
+    """Return the number of rows after padding. Numbers from 1 to 8 stay the same; above, there are four sizes between a
+    power of two and the next."""
     if rows <= _EXACT_ROWS:
         return rows
     step = (1 << ((rows - 1).bit_length() - 1)) // _STEPS
@@ -50,11 +50,11 @@ class MatrixShape(NamedTuple):
 
 
 class Filling:
-    """Decides which products may be padded: those with matrices of these shapes, on the number of threads that is set
-    now.
+    """Decides which numbers of rows may be padded, for products with matrices of these shapes on the current number of
+    threads.
 
     Each range from one power of two to the next is tested when a number of rows first falls into it, because every test
-    leaves compiled kernels behind: 25 MiB for all ranges.
+    leaves compiled kernels in memory: 25 MiB for all ranges.
     """
 
     def __init__(self, shapes: Sequence[MatrixShape], dtype: torch.dtype) -> None:
@@ -66,9 +66,10 @@ class Filling:
         """Whether padding changes no bit, by range of row counts; n stands for the range that ends at 2 ** n."""
 
     def allows(self, rows: int) -> bool:
-        """Return whether torch computes each row with the same bits among `rows` rows and among `filled_up(rows)` rows.
+        """Return whether padding is allowed: torch must compute each row with the same bits among `rows` rows and among
+        `filled_up(rows)` rows.
 
-        False for few rows, for matrices that are too large to gain, and on another number of threads.
+        Return False for few rows, for matrices that are too large to gain, and if the number of threads has changed.
         """
         if not _EXACT_ROWS < rows <= self._most_rows or torch.get_num_threads() != self.threads:
             return False
@@ -80,7 +81,7 @@ class Filling:
 
 
 def product(x: torch.Tensor, matrix: torch.Tensor, filling: Filling | None) -> torch.Tensor:
-    """Return x [n, K] @ matrix [K, N], which is [n, N]. x is padded with zero rows if that changes no bit."""
+    """Return the product x [n, K] @ matrix [K, N]. x is padded with zero rows if padding changes no bit."""
     rows = x.shape[0]
     if filling is None or not filling.allows(rows):
         return x @ matrix
@@ -88,7 +89,8 @@ def product(x: torch.Tensor, matrix: torch.Tensor, filling: Filling | None) -> t
 
 
 def _most_rows(shapes: Sequence[MatrixShape]) -> int:
-    """Return the largest number of rows for which a test with these matrices stays within `_PROOF_OPERATIONS`."""
+    """Return the largest number of rows for which a test of padding with matrices of these shapes takes at most
+    `_PROOF_OPERATIONS` operations."""
     elements = sum(shape.columns * shape.outputs for shape in shapes)
     most = _MOST_ROWS
     while most > _EXACT_ROWS and 2 * elements * sum(ends_of_groups(most)) > _PROOF_OPERATIONS:
@@ -97,14 +99,14 @@ def _most_rows(shapes: Sequence[MatrixShape]) -> int:
 
 
 def ends_of_groups(most: int) -> list[int]:
-    """Return the smallest and the largest number of every group of numbers that are padded to the same size, from 9 to
-    `most`."""
+    """Return, for every padded size up to `most` rows, the smallest and the largest number of rows that are padded to
+    this size. The first number is 9."""
     ends = sorted({filled_up(rows) for rows in range(_EXACT_ROWS + 1, most + 1)})
     return sorted({*ends, *(before + 1 for before in [_EXACT_ROWS, *ends[:-1]])})
 
 
 def telling(shape: MatrixShape, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x [rows, K] and a matrix [K, N] whose product reveals the order of summation."""
+    """Return x [rows, K] and a matrix [K, N] chosen so that the bits of their product reveal the order of summation."""
     columns, outputs, is_transposed = shape
     generator = torch.Generator().manual_seed(0)
     # each term occurs twice with opposite signs: what remains is rounding error, which depends on the order of sums
@@ -118,7 +120,8 @@ def telling(shape: MatrixShape, rows: int, dtype: torch.dtype) -> tuple[torch.Te
 
 @functools.cache
 def _is_the_same(shape: MatrixShape, numbers: tuple[int, ...], dtype: torch.dtype, threads: int) -> bool:
-    """Return whether a row's bits are equal for all these `numbers` of rows (the last is the largest).
+    """Return whether each row of a product has the same bits for all row counts in `numbers`, of which the last is the
+    largest.
 
     The result is cached; it holds for this machine and this number of threads.
     """

@@ -14,15 +14,16 @@ import torch
 
 
 class ThreadPool:
-    """The calling thread and `threads - 1` other threads; each of them uses one thread for torch's operations."""
+    """A pool of the calling thread and `threads - 1` helper threads; each of them uses one thread for torch's
+    operations."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self._helpers = self._hire()
 
     def run(self, job: Callable[[int, int], None]) -> None:
-        """Call `job(member, members)` on all threads at once, where `member` is the number of the thread. Return when
-        all calls have ended, or raise the first error.
+        """Call `job(member, members)` on all threads at once, where `member` is the index of the thread and `members`
+        their number. Return when all calls have ended, or raise the first error.
 
         After an interrupt no thread keeps running, because it could write into the rows of the next request.
         """

@@ -76,7 +76,7 @@ _NEAR_KEYS = 300
 
 
 class Shape(NamedTuple):
-    """The shape of the attention heads for which a test's result holds."""
+    """The number and size of the attention heads. The result of a test holds for all modules of one shape."""
 
     heads: int
     key_heads: int
@@ -84,8 +84,8 @@ class Shape(NamedTuple):
 
 
 def speed_up(model: PreTrainedModel, pool: SpinningPool, is_measured: bool = True) -> int:
-    """Set the kernel of every attention module whose bits the kernel reproduces. Return the number of modules for which
-    one torch thread suffices for one token.
+    """Make attention modules compute single tokens by our kernel, wherever the kernel reproduces torch's bits. Return
+    the number of modules for which one torch thread suffices for one token.
 
     These are the modules with the kernel, and those whose attention by torch has the same bits on one thread as on all.
     Long computations still use all threads. A pool that sums in its own order cannot have torch's bits; its kernel is
@@ -113,8 +113,8 @@ def speed_up(model: PreTrainedModel, pool: SpinningPool, is_measured: bool = Tru
 
 
 def speed_up_prompts(model: PreTrainedModel, pool: SpinningPool, may_measure: bool = True) -> int:
-    """Set the kernel for several tokens of every attention module for which it is as accurate as torch and faster.
-    Return the number of these modules.
+    """Make attention modules compute several tokens by our kernel, wherever the kernel is as accurate as torch and
+    faster. Return the number of these modules.
 
     The kernel's bits differ from torch's. On CPUs where the faster method is not known in advance, it is measured if
     `may_measure` is true; otherwise the kernel is used. Takes some tens of milliseconds for every distinct shape.
@@ -138,9 +138,9 @@ def speed_up_prompts(model: PreTrainedModel, pool: SpinningPool, may_measure: bo
 
 def listen_to(rows: RowsOfPass, model: PreTrainedModel) -> bool:
     """Make attention in every pass use only the keys of a row's own text, as if the row were alone. `rows` gives the
-    number of keys of each row; they are the last keys of the cache.
+    number of keys of each row; they are the last keys of the KV cache.
 
-    Return False, without a change, if the model's attention uses neither `sdpa` nor the eager function in its source
+    Return False, and change nothing, if the model's attention uses neither `sdpa` nor the eager function in its source
     file.
     """
     attentions = [module for module in model.modules() if hasattr(module, "is_causal")]
@@ -155,8 +155,8 @@ def listen_to(rows: RowsOfPass, model: PreTrainedModel) -> bool:
 
 
 def _stands_before_eager(module: nn.Module) -> bool:
-    """Replace the eager attention function in the source file of this module's class by one that calls it row by row.
-    Return False if the file has no such function."""
+    """Replace the eager attention function in the source file of this module's class by a function that calls the
+    original row by row. Return False if the file has no eager attention function."""
     file = sys.modules[type(module).__module__]
     library = getattr(file, _EAGER, None)
     if library is None:
@@ -169,8 +169,8 @@ def _stands_before_eager(module: nn.Module) -> bool:
 
 
 def _row_by_row(library: Attention, is_causal: bool) -> Attention:
-    """Return an attention function that calls `library` once for each row, if the rows of the pass are separate texts.
-    `is_causal`: without a mask, `library` hides later keys from queries."""
+    """Return an attention function that calls the attention function `library` once for each row if the rows of the
+    pass are separate texts. `is_causal`: whether `library` hides later keys from queries if it gets no mask."""
 
     @functools.wraps(library)
     def forward(
@@ -193,21 +193,21 @@ def _row_by_row(library: Attention, is_causal: bool) -> Attention:
 
 
 def _below_nothing(output: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Return an output [1, n, heads, d] padded with zeros at its beginning to [1, tokens, heads, d]."""
+    """Return an attention output [1, n, heads, d] padded at its beginning with zeros to [1, tokens, heads, d]."""
     missing = tokens - output.shape[1]
     return functional.pad(output, (0, 0, 0, 0, missing, 0)) if missing else output
 
 
 class OneQuery:
-    """The attention kernel for one token, for one shape of heads."""
+    """The attention kernel for a single query token, for one shape of heads."""
 
     def __init__(self, pool: SpinningPool, shape: Shape) -> None:
         self._pool = pool
         self.shape = shape
 
     def serves(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Return whether the kernel can compute this call: the shape of heads was tested, and the tensors have a
-        supported layout."""
+        """Return whether the kernel can compute attention for these tensors: their shape of heads was tested, and their
+        layout is supported."""
         shape = Shape(query.shape[1], keys.shape[1], query.shape[3])
         return shape == self.shape and fits(query, keys, values) and not query.requires_grad
 
@@ -222,8 +222,8 @@ def kernel_of(module: nn.Module) -> OneQuery | None:
 
 
 def agrees(pool: SpinningPool, library: Attention, module: nn.Module, shape: Shape) -> bool:
-    """Return whether the kernel has the bits of torch on one thread, and also those of `library`, called as `module`
-    calls it, on all threads."""
+    """Return whether the kernel has the bits of torch's attention on one thread, and also those of transformers'
+    function `library`, called as `module` calls it, on all threads."""
     flash = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
     if flash is None:
         return False
@@ -245,7 +245,8 @@ def agrees(pool: SpinningPool, library: Attention, module: nn.Module, shape: Sha
 
 
 def is_the_same_on_one_thread(library: Attention, module: nn.Module, shape: Shape) -> bool:
-    """Return whether the bits of torch's attention for one token are the same on one thread and on all threads."""
+    """Return whether torch's attention for one token has the same bits on one thread and on all threads. `library`:
+    transformers' attention function; `module`: a module that calls it."""
     if torch.get_num_threads() == 1:
         return True
     answers = []
@@ -258,8 +259,8 @@ def is_the_same_on_one_thread(library: Attention, module: nn.Module, shape: Shap
 
 
 def gains(pool: SpinningPool, library: Attention, module: nn.Module, shape: Shape, is_measured: bool) -> bool:
-    """Return whether the kernel is at least as accurate as `library` and faster. Accurate: its mean error against
-    float64 is no larger. Unless `is_measured`, the kernel is assumed to be faster."""
+    """Return whether the attention kernel is at least as accurate as `library` and faster. Accurate means: its mean
+    error against float64 is no larger. Unless `is_measured`, the kernel is assumed to be faster."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, shape.heads, 1, shape.size, generator=generator).bfloat16()
     keys, values = torch.randn(2, 1, shape.key_heads, _NEAR_KEYS, shape.size, generator=generator).bfloat16()
@@ -282,7 +283,8 @@ def gains(pool: SpinningPool, library: Attention, module: nn.Module, shape: Shap
 
 
 def _data(shape: Shape) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]]:
-    """Yield test cases: a query [1, heads, 1, size], keys and values [1, key heads, n, size], and a scale."""
+    """Yield test cases for attention of one token: a query [1, heads, 1, size], keys and values [1, key heads, n,
+    size], and a scale."""
     heads, key_heads, size = shape
     generator = torch.Generator().manual_seed(0)
 
@@ -304,8 +306,8 @@ def _data(shape: Shape) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 def _logarithms(sums: torch.Tensor) -> torch.Tensor:
-    """Return the logarithms of sums of exponentials, as torch returns them. `sums` [heads, 2]: the largest score and
-    the sum of weights; the logarithm is libm's, as in torch."""
+    """Return the logarithms of the sums of exponentials in softmax, as torch returns them. `sums` [heads, 2]: the
+    largest score and the sum of weights. The logarithm function is libm's, as in torch."""
     mathematics = libm()
     assert mathematics is not None
     logarithm = mathematics.logf
@@ -327,7 +329,8 @@ def _products(query: torch.Tensor, keys: torch.Tensor) -> int:
 
 
 def _behind_the_name() -> Attention:
-    """Return transformers' own `sdpa` function. At the first call in a process, also register ours under this name."""
+    """Return transformers' own attention function `sdpa`. The first call in a process also registers our function under
+    the name `sdpa`."""
     registered: Attention = ALL_ATTENTION_FUNCTIONS[NAME]
     library: Attention | None = getattr(registered, "library", None)
     if library is not None:
@@ -349,8 +352,9 @@ def _each_row(
     """Yield for each row the query, key, value and mask with which attention would be called if the row were alone in
     the pass. `keys`: the number of keys of each row.
 
-    There is no mask if a row's text is still shorter than the attention window. There is none either for a text that
-    begins with this pass, unless its window is shorter, if the function hides later keys without a mask (`is_causal`).
+    The mask is None in two cases: if the text of a row is still shorter than the attention window, and if the text
+    begins with this pass and the function hides later keys without a mask (`is_causal`). The second case requires that
+    the mask hides only later keys.
     """
     new, there = query.shape[2], key.shape[2]
     for row, count in enumerate(keys):
@@ -364,7 +368,7 @@ def _each_row(
 
 
 def _hides_the_future(mask: torch.Tensor) -> bool:
-    """Return whether a mask [1, 1, n, n] hides the keys after each query and no others."""
+    """Return whether a mask [1, 1, n, n] hides exactly the keys after each query."""
     tokens, keys = mask.shape[-2:]
     return tokens == keys and hides_the_future(mask if mask.dtype is torch.bool else mask == 0, tokens, keys)
 
@@ -378,7 +382,8 @@ def _that_serves(
     scale: float,
     is_causal: bool | None,
 ) -> OneQuery | SeveralQueries | None:
-    """Return the module's kernel that can compute this call, or None."""
+    """Return the kernel of an attention module that can compute a call with these tensors, or None if none of its
+    kernels can."""
     one: OneQuery | None = getattr(module, _ATTRIBUTE, None)
     if one is not None and mask is None and one.serves(query, key, value):
         return one

@@ -83,8 +83,8 @@ def projections(model: nn.Module) -> set[nn.Module]:
 
 
 def _embeddings(model: PreTrainedModel) -> _Embeddings | None:
-    """Return the rotary embeddings of some position. None if the model has no rotary embedding, several, or one of
-    another kind."""
+    """Return the outputs of the model's rotary embedding for some position. Return None if the model has no rotary
+    embedding, several, or one of another kind."""
     rotary = [module for name, module in model.named_modules() if name.endswith("rotary_emb")]
     if len(rotary) != 1:
         return None
@@ -107,8 +107,8 @@ def _is_row(x: object) -> bool:
 def _parts(
     layer: nn.Module, linears: Mapping[nn.Module, int], norms: Mapping[nn.Module, float], rotary: int
 ) -> Parts | None:
-    """Return the modules of a decoder layer in the form that the job takes. None for other modules, and if our kernels
-    do not compute one of the modules."""
+    """Return the modules of a decoder layer as arguments for the layer's job. Return None if the layer has other
+    modules, or if our kernels do not compute one of its modules."""
     names = dict(layer.named_children())
     if not {_ATTENTION, _NORM, _LAST_NORM} < set(names) or len(names) != 4 or "forward" in vars(layer):
         return None
@@ -147,12 +147,13 @@ def _norm(module: nn.Module, norms: Mapping[nn.Module, float]) -> Norm | None:
 
 
 def _address(tensors: Mapping[str, torch.Tensor | None], name: str) -> Callable[[], int]:
-    """Return a function that returns the current address of a module's tensor. (The tensor may be replaced later.)"""
+    """Return a function that returns the current address of a module's tensor. (Assigning a new tensor to the module
+    changes the address.)"""
     return lambda: tensors[name].data_ptr()  # type: ignore[union-attr]
 
 
 def _kind(layer: nn.Module, parts: Parts) -> object:
-    """Return a value that is equal for two layers which differ only in the values of their weights."""
+    """Return a value that is equal for two decoder layers that differ only in the values of their weights."""
     projections = [
         (each.matrix._replace(address=0), each.bias is not None, each.part)
         for each in (parts.q, parts.k, parts.v, parts.o)
@@ -162,13 +163,14 @@ def _kind(layer: nn.Module, parts: Parts) -> object:
 
 
 def hooks_of(modules: Iterable[nn.Module]) -> list[Mapping[int, Any]]:
-    """Return the dictionaries that contain the forward hooks of `modules`, and those of the hooks for all modules."""
+    """Return the dictionaries that contain the forward hooks of `modules`, and the dictionaries of the hooks that apply
+    to all modules."""
     own = [hooks for each in modules for hooks in (each._forward_hooks, each._forward_pre_hooks)]
     return [*own, all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks]
 
 
 class RoutedBlock(NamedTuple):
-    """An mlp that consists of a router and its experts, and nothing else."""
+    """A layer's mlp module that consists of a router and its experts, and nothing else."""
 
     block: nn.Module
     gate: nn.Module
@@ -183,8 +185,8 @@ experts that the layer's router has just chosen."""
 
 
 class OneToken:
-    """The forward function of a decoder layer: our kernels in one job for one token, transformers' function for every
-    other call."""
+    """The forward function of a decoder layer. For one token, our kernels compute the layer in one job; transformers'
+    function computes every other call."""
 
     def __init__(self, layer: nn.Module, work: TokenAttention) -> None:
         self.library: Forward = layer.forward
@@ -207,13 +209,13 @@ class OneToken:
 
     @property
     def block(self) -> nn.Module:
-        """The layer's mlp, as it is set at present."""
+        """The layer's current mlp module."""
         found = self._modules[self.mlp]
         assert found is not None
         return found
 
     def route_by(self, routing: AttachedRouter, routed: RoutedBlock) -> None:
-        """Make the router of the mlp `routed` a part of the job."""
+        """Make the router of the mlp `routed` a part of the layer's job."""
         self.work.route_by(routing)
         self.routed = routed
         inner = [(routed.block._modules, name, child) for name, child in routed.block.named_children()]
@@ -224,8 +226,8 @@ class OneToken:
         self._hooks_before = [all_modules._global_forward_pre_hooks, *(each._forward_pre_hooks for each in modules)]
 
     def may_skip_block(self) -> bool:
-        """Return whether the mlp's forward function, its router and its experts need not be called: none of them was
-        replaced or has a hook."""
+        """Return whether the layer's mlp, its router and its experts were neither replaced nor given a hook, so that
+        their forward functions need not be called."""
         if self.routed is None or "forward" in vars(self.routed.block):
             return False
         is_same = all(of[name] is part for of, name, part in self._routed_parts)
@@ -239,8 +241,8 @@ class OneToken:
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Return the same as transformers' forward function. Arguments after the hidden states must be passed by name,
-        as models do."""
+        """Return the layer's output as transformers' forward function does. Arguments after the hidden states must be
+        passed by name, as models do."""
         if attention_mask is None and self.is_sdpa and self.is_untouched() and kwargs.keys() <= _UNDERSTOOD:
             place = self.place(hidden_states, position_embeddings, past_key_values)
             if place is not None:
@@ -255,8 +257,9 @@ class OneToken:
         place: Place,
         experts: RowExperts | None = None,
     ) -> torch.Tensor:
-        """Return the layer's output [1, 1, H] for one token `hidden` [1, 1, H]. `place`: where its keys and values are
-        written. `experts` replaces the mlp, which requires `may_skip_block`."""
+        """Return the layer's output [1, 1, H] for one token `hidden` [1, 1, H]. `place`: where the token's keys and
+        values are written. `experts`: a function that computes the experts in place of the mlp, which requires
+        `may_skip_block`."""
         after, normed = self.work(hidden, *embeddings, place)
         if experts is not None:
             return experts(after, normed)
@@ -285,7 +288,8 @@ class OneToken:
         )
 
     def place(self, hidden: torch.Tensor, embeddings: Any, cache: Any) -> Place | None:
-        """Return where a token's keys and values are written. None if the call is not for one token as in the test."""
+        """Return the storage in the KV cache for the keys and values of a token. Return None if the call is not for a
+        single token in the way that was tested."""
         if not _is_row(hidden) or not isinstance(cache, RowCache) or cache.rows != 1 or cache.row_lengths is not None:
             return None
         if hidden.requires_grad or not (isinstance(embeddings, tuple) and all(map(_is_row, embeddings))):
@@ -293,15 +297,15 @@ class OneToken:
         return self.place_in(cache)
 
     def place_in(self, cache: RowCache) -> Place | None:
-        """Return where the cache stores the keys and values of its next position. None if this layer cannot write
-        there."""
+        """Return the storage in the KV cache `cache` for the keys and values of its next position. Return None if the
+        layer cannot write there."""
         layer = cache.layers[self.index]
         found = layer.place() if isinstance(layer, Positioned) else None
         return None if found is None else Place(*found)
 
 
 def _agrees(model: PreTrainedModel, layer: nn.Module, ours: OneToken, embeddings: _Embeddings) -> bool:
-    """Return whether our method and transformers' compute the same bits in a layer, and write the same keys and
+    """Return whether our method and transformers' compute the same bits in a decoder layer, and write the same keys and
     values."""
     generator = torch.Generator().manual_seed(0)
     cache = RowCache(model.config.get_text_config(), 1, _PROOF_POSITIONS + 1)
@@ -326,7 +330,8 @@ def _agrees(model: PreTrainedModel, layer: nn.Module, ours: OneToken, embeddings
 
 
 def _agrees_on(ours: OneToken, stub: _Stub, cache: RowCache, hidden: torch.Tensor, embeddings: torch.Tensor) -> bool:
-    """Return whether our method and transformers' agree for one token `hidden`; `embeddings` [2, 1, 1, rotary size]."""
+    """Return whether our method and transformers' compute the same bits for one token `hidden`. `embeddings` [2, 1, 1,
+    rotary size]: cosines and sines."""
     cos, sin = embeddings
     position = torch.tensor([[cache.length]])
     given = {"past_key_values": cache, "position_embeddings": (cos, sin), "position_ids": position}
@@ -343,7 +348,8 @@ def _agrees_on(ours: OneToken, stub: _Stub, cache: RowCache, hidden: torch.Tenso
 
 
 class _Stub(nn.Module):
-    """A replacement for an mlp: it stores its input and returns other numbers, which do not matter."""
+    """A replacement for a layer's mlp in tests: it stores its input and returns other numbers, whose values do not
+    matter."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ _Kind = tuple[torch.Size, bool]
 
 
 class Adopted(NamedTuple):
-    """The linear layers that our kernels multiply."""
+    """The linear layers that our kernels multiply instead of torch."""
 
     share: float
     """The fraction of the model's linear weights that belongs to these layers, from 0 to 1."""
@@ -52,7 +52,8 @@ def speed_up(
     is_measured: bool = True,
     sure: Collection[nn.Module] = (),
 ) -> Adopted:
-    """Replace the one-row product of every linear layer that becomes faster. Return the replaced layers.
+    """Replace the one-row product of every linear layer that our kernel computes faster than torch with torch's bits.
+    Return the replaced layers.
 
     Takes some tens of milliseconds for every distinct shape. `routers`: modules of transformers that apply their
     `weight` themselves; the value is True if they take only hidden states [T, H]. `activations`: see `multiply_codes`.
@@ -108,8 +109,8 @@ def _forward(module: nn.Linear, pool: SpinningPool, part: int) -> Callable[[torc
 def _each_row(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pool: SpinningPool, part: int = 0
 ) -> torch.Tensor:
-    """Return the product of `input` [..., K] and `weight` [N, K], which is [..., N]. Each row gets the bits that it has
-    alone."""
+    """Return the product of `input` [..., K] and `weight` [N, K], which is [..., N]. Each row gets the same bits as in
+    a product of this row alone."""
     rows = input.view(-1, weight.shape[1])
     out = input.new_empty(rows.shape[0], weight.shape[0])
     if bias is None and not part:
@@ -133,10 +134,10 @@ def _one_row(
 def _faster(
     pool: SpinningPool, kinds: Mapping[_Kind, Sequence[nn.Linear]], parts: Mapping[_Kind, int]
 ) -> dict[_Kind, int]:
-    """Return the kinds of layers that our kernel computes faster, each with its `Product.part`.
+    """Return the kinds of linear layers that our kernel computes faster than torch, each with its `Product.part`.
 
     Layers are timed in the order in which a token passes them, so their weights are no more in the CPU's caches than
-    for a token. torch has one thread, which is what it has when nearly all products are ours.
+    for a token. torch has one thread, as it has when nearly all products are computed by our kernels.
     """
     chosen = {module: kind for kind in parts for module in kinds[kind][:_MOST_TIMED]}
     theirs: dict[_Kind, list[float]] = {kind: [] for kind in parts}
@@ -217,9 +218,9 @@ def _speed_up_routers(pool: SpinningPool, routers: Iterable[nn.Module]) -> None:
 def _keep_bits(linears: Iterable[nn.Linear], routers: Mapping[nn.Module, bool]) -> None:
     """Make linear layers use all threads if their bits would otherwise differ when a token is computed on one thread.
 
-    For some shapes torch divides a sum into as many parts as there are threads: with 64 outputs of 2048 numbers and two
-    threads, 2 of 96000 outputs differ. For a router all of its outputs are compared, because some routers compute in
-    float32. A router that cannot be called with a row alone always uses all threads.
+    For some shapes torch divides a sum among the threads, so its bits depend on their number: with 64 outputs of 2048
+    numbers and two threads, 2 of 96000 outputs differ. For a router, all results that it returns are compared, because
+    some routers compute in float32. A router that cannot be called with a single row always uses all threads.
     """
     threads = torch.get_num_threads()
     verdicts: dict[tuple[type, torch.Size, torch.dtype], bool] = {}
@@ -235,7 +236,7 @@ def _keep_bits(linears: Iterable[nn.Linear], routers: Mapping[nn.Module, bool]) 
 
 
 def row_by_row(pool: SpinningPool, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `forward` for each row alone while `pool.rows_are_alone` is true."""
+    """Return a function that calls `forward` for each row separately while `pool.rows_are_alone` is true."""
 
     def run(rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not pool.rows_are_alone or rows.shape[0] == 1 or args or kwargs:
@@ -249,7 +250,7 @@ def row_by_row(pool: SpinningPool, forward: Callable[..., Any]) -> Callable[...,
 
 
 def _is_the_same_on_one_thread(module: nn.Module, weight: torch.Tensor) -> bool:
-    """Return whether the module's outputs have the same bits on one thread and on all threads."""
+    """Return whether a linear layer's or router's outputs have the same bits on one thread and on all threads."""
     if torch.get_num_threads() == 1:
         return True
     generator = torch.Generator().manual_seed(0)

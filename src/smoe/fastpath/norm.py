@@ -41,8 +41,8 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Kind(NamedTuple):
-    """What identical norm modules have in common: a test of one module holds for all modules of its kind, which differ
-    only in the values of their weights."""
+    """The type, size and attributes of an RMSNorm module. A test of one module holds for all modules with equal values,
+    because they differ only in their weights."""
 
     type: type[nn.Module]
     size: int
@@ -52,9 +52,9 @@ class Kind(NamedTuple):
 
 def speed_up(model: nn.Module) -> dict[nn.Module, float]:
     """Replace the forward function of every RMSNorm whose bits the kernel reproduces, for calls with few rows. Return
-    these modules with their epsilons.
+    the replaced modules with their epsilons.
 
-    Takes some ten milliseconds for every distinct kind, and 15 once per process.
+    Takes some ten milliseconds for every distinct kind of module, and 15 once per process.
     """
     verdicts, adopted = dict[Kind, bool](), dict[nn.Module, float]()
     for module in model.modules():
@@ -95,8 +95,8 @@ def _takes_one_tensor(module: nn.Module) -> bool:
 
 
 def _forward(module: nn.Module, kind: Kind) -> Callable[..., torch.Tensor]:
-    """Return a module's new forward function: the kernel for few contiguous rows, transformers' function for other
-    calls."""
+    """Return the new forward function of an RMSNorm module. It calls our kernel for few contiguous rows, and
+    transformers' function for all other inputs."""
     library, parameters = module.forward, module._parameters
     size, eps = kind.size, kind.eps
     bf16, plain = torch.bfloat16, torch.Tensor
@@ -122,8 +122,8 @@ def _forward(module: nn.Module, kind: Kind) -> Callable[..., torch.Tensor]:
 
 
 def agrees(module: nn.Module, kind: Kind) -> bool:
-    """Return whether the kernel has the module's bits, on one thread and on all, with the module's weight and with
-    another one."""
+    """Return whether the RMSNorm kernel has the module's bits, on one thread and on all, with the module's weight and
+    with another weight."""
     own, generator = module.get_parameter("weight").detach(), torch.Generator().manual_seed(0)
     another = 1 + 0.2 * torch.randn(kind.size, generator=generator)
     another[0] = 1  # so that the first weight changes no bit
@@ -158,12 +158,12 @@ def _data(kind: Kind, generator: torch.Generator) -> Iterator[torch.Tensor]:
 
 
 def _on_edge(kind: Kind, generator: torch.Generator) -> torch.Tensor:
-    """Return test rows of bf16 numbers, as float64 [rows, size]. The first element of each row, scaled by the norm, is
-    midway between two neighbouring bf16 numbers.
+    """Return test rows of bf16 numbers, as float64 [rows, size]. In each row the first element, after scaling by the
+    norm, is midway between two neighbouring bf16 numbers.
 
-    The sum of squares of the other elements is chosen to achieve this, up to half a digit of float32. The lower
-    neighbour is even, so a result exactly midway is rounded down, and the smallest increase makes it the upper
-    neighbour.
+    The sum of squares of the other elements is chosen to achieve this, up to half a digit of float32. The lower of the
+    two bf16 numbers is even, so a result exactly midway is rounded down. The smallest increase of the result makes it
+    round up.
     """
     rows = min(max(_PROOF_NUMBERS // kind.size, _LEAST_PROOF_ROWS), _MOST_PROOF_ROWS)
     x = torch.randn(rows, kind.size, generator=generator, dtype=torch.float64)

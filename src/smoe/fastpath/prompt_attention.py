@@ -30,7 +30,7 @@ _AMX = "amx-bf16"
 
 
 class SeveralQueries:
-    """The attention kernel for several tokens, for one shape of heads."""
+    """The attention kernel for several query tokens, for one shape of heads."""
 
     def __init__(self, attend: PromptAttention, heads: int, key_heads: int, size: int) -> None:
         self._attend = attend
@@ -45,10 +45,10 @@ class SeveralQueries:
         scale: float,
         is_causal: bool,
     ) -> bool:
-        """Return whether the kernel can compute this call: several tokens, each of which attends to itself and to all
-        earlier ones.
+        """Return whether the kernel can compute attention for these tensors: several tokens, each of which attends to
+        itself and to all earlier tokens.
 
-        `is_causal`: whether torch's function hides later keys without a mask.
+        `is_causal`: whether torch's function hides later keys if it gets no mask.
         """
         _, heads, tokens, size = query.shape
         if tokens < 2 or (heads, keys.shape[1], size) != (self._heads, self._key_heads, self._size) or scale <= 0:
@@ -82,8 +82,8 @@ def hides_the_future(mask: torch.Tensor, tokens: int, keys: int) -> bool:
 
 
 def must_be_measured() -> bool:
-    """Return whether this CPU has matrix instructions that only torch uses, so that either method may be faster. On all
-    other tested CPUs the kernel is 1.5 to 9 times as fast at every length."""
+    """Return whether only a measurement shows which is faster, torch or our kernel: the CPU has matrix instructions
+    that only torch uses. On all other tested CPUs the kernel is 1.5 to 9 times as fast at every length."""
     return cpu_has(_AMX)
 
 
@@ -96,8 +96,8 @@ def gains(
     size: int,
     is_measured: bool,
 ) -> bool:
-    """Return whether the kernel is at least as accurate as `library`, called as `module` calls it, and faster. Unless
-    `is_measured`, it is assumed to be faster."""
+    """Return whether the attention kernel is at least as accurate as `library`, called as `module` calls it, and
+    faster. Unless `is_measured`, the kernel is assumed to be faster."""
     generator, scale = torch.Generator().manual_seed(0), size**-0.5
     query = torch.randn(1, heads, _NEAR_TOKENS, size, generator=generator).bfloat16()
     keys, values = torch.randn(2, 1, key_heads, _NEAR_KEYS, size, generator=generator).bfloat16()
@@ -106,7 +106,7 @@ def gains(
     mask = torch.ones(1, 1, _NEAR_TOKENS, _NEAR_KEYS, dtype=torch.bool).tril(_NEAR_KEYS - _NEAR_TOKENS)
 
     def theirs(some: slice, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return torch's attention for a range of positions."""
+        """Return torch's attention output for the query positions of a range."""
         tensors = query[:, :, some], keys[:, :, some], values[:, :, some]
         answer: torch.Tensor = library(module, *tensors, mask, dropout=0.0, scaling=scale)[0]
         return answer
@@ -127,7 +127,8 @@ def gains(
 def _exact(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Return the attention of one key head in float64, [1, m, heads, size]. (All key heads would take too long.)"""
+    """Return the attention output for one key head, computed in float64: [1, m, heads, size]. (All key heads would take
+    too long.)"""
     scores = (query.double() @ keys.double().transpose(2, 3) * scale).masked_fill(~mask, -math.inf)
     return (scores.softmax(-1) @ values.double()).transpose(1, 2)
 

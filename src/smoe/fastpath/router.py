@@ -32,8 +32,8 @@ Forward = Callable[..., Any]
 def speed_up(
     pool: SpinningPool, routers: Iterable[nn.Module], layers: Iterable[OneToken], experts: Collection[nn.Module]
 ) -> Collection[nn.Module]:
-    """Replace the forward function of every supported router, for one row, and make the router a part of its layer's
-    job where possible. Return these routers.
+    """Replace the forward function of every supported router, for one row, and make the router a part of its decoder
+    layer's job where possible. Return the replaced routers.
 
     `routers` take only hidden states [T, H]; `layers`: the decoder layers with a forward function of ours; `experts`:
     the modules that contain the experts.
@@ -53,7 +53,8 @@ def speed_up(
 
 
 class OneRow:
-    """The forward function of a router: our machine code for one row, transformers' function for every other call."""
+    """The forward function of a router. Our machine code computes one row; transformers' function computes every other
+    call."""
 
     def __init__(self, module: nn.Module, router: TokenRouter, pool: SpinningPool) -> None:
         self.library: Forward = module.forward
@@ -69,7 +70,7 @@ class OneRow:
 
     @property
     def attached(self) -> AttachedRouter:
-        """The router in the form that a layer's job takes."""
+        """The router as an argument for the job of a decoder layer."""
         weight = self._weight
         matrix = Matrix(weight.data_ptr(), *weight.shape)
         return AttachedRouter(
@@ -77,7 +78,8 @@ class OneRow:
         )
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the logits, weights and indices for `hidden` [..., H]. transformers computes several rows."""
+        """Return the logits, routing weights and expert indices for `hidden` [..., H]. Several rows are computed by
+        transformers' function."""
         weight = self._weight
         is_row = hidden.numel() == self.columns and hidden.is_contiguous() and hidden.dtype is torch.bfloat16
         if args or kwargs or not is_row or type(weight) is not RouterWeight:
@@ -90,7 +92,7 @@ class OneRow:
 
 
 def _proven(module: nn.Module, pool: SpinningPool) -> OneRow | None:
-    """Return our forward function for a router after comparing both, or None if the router is not supported."""
+    """Return our forward function for a router if its results agree with those of transformers' function, else None."""
     weight: torch.Tensor | None = module._parameters.get("weight")
     if not isinstance(weight, RouterWeight) or len(module._parameters) != 1 or weight.dtype is not torch.bfloat16:
         return None
@@ -123,7 +125,7 @@ def _is_selection(output: object) -> bool:
 
 
 def _agree(ours: RoutedRow, theirs: RoutedRow) -> bool:
-    """Return whether two routings of a row are equal. Weights may differ by rounding, and experts with equal logits may
+    """Return whether two routings of one row agree. Weights may differ by rounding, and experts with equal logits may
     be exchanged."""
     is_same = torch.equal(ours.logits, theirs.logits)
     chosen = [each.logits.gather(1, each.chosen) for each in (ours, theirs)]

@@ -15,11 +15,12 @@ from smoe.kernels.spinning_pool import SpinningPool
 
 
 class RowsOfPass:
-    """The texts in the running pass: how many keys each row has, and whether rows must be computed separately."""
+    """The texts in the running pass: the number of keys of each row, and whether rows must be computed separately."""
 
     def __init__(self, pool: SpinningPool | None, is_quantised: bool, is_reproducible: bool) -> None:
-        """`pool`: the threads of our kernels, or None. `is_quantised`: the experts are quantized. `is_reproducible`:
-        each row must have the bits that it has alone, even if that takes longer."""
+        """`pool`: the threads of our kernels, or None. `is_quantised`: whether the experts are quantized.
+        `is_reproducible`: whether each row must have the same bits as if it were computed alone, even if that takes
+        longer."""
         self.keys: Sequence[int] | None = None
         """The number of keys of every row; None if the rows do not have separate texts."""
         is_free = pool is not None and pool.own_order is None and not is_quantised
@@ -27,10 +28,10 @@ class RowsOfPass:
 
     @contextmanager
     def apart(self, keys: Sequence[int], tokens: int) -> Iterator[bool]:
-        """Treat rows as separate texts during the `with` block. Each row computes up to `tokens` tokens and then has
-        the number of keys that `keys` gives for it.
+        """Treat the rows as separate texts during the `with` block. Each row computes up to `tokens` tokens, and then
+        has the number of keys that its entry in `keys` gives.
 
-        Yield whether each row gets the bits that it has alone, on one thread.
+        Yield whether each row gets the same bits as if it were computed alone, on one thread.
         """
         pool = self._pool if tokens == 1 and len(keys) <= MOST_QUANTISED_ROWS else None
         self.keys = keys

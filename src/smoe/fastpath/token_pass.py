@@ -33,7 +33,8 @@ Layer = Callable[[torch.Tensor, Any, int], torch.Tensor]
 
 
 def speed_up(model: PreTrainedModel, layers: Mapping[nn.Module, OneToken]) -> TokenPass | None:
-    """Replace a model's forward function, for one token, if ours reproduces its bits. Return our function, or None.
+    """Replace a model's forward function, for one token, if our function reproduces its bits. Return our function, or
+    None if it was not replaced.
 
     `layers`: the decoder layers with a forward function of ours.
     """
@@ -54,8 +55,8 @@ def speed_up(model: PreTrainedModel, layers: Mapping[nn.Module, OneToken]) -> To
 
 
 def _is_text(module: nn.Module, layers: Mapping[nn.Module, OneToken]) -> bool:
-    """Return whether a module consists of an embedding, these layers, a norm and a rotary embedding, and nothing
-    else."""
+    """Return whether a module consists of an embedding, the decoder layers `layers`, a norm and a rotary embedding, and
+    nothing else."""
     names = dict(module.named_children())
     own = names.get("layers")
     if names.keys() != {"embed_tokens", "layers", "norm", "rotary_emb"} or not isinstance(own, nn.ModuleList):
@@ -64,7 +65,8 @@ def _is_text(module: nn.Module, layers: Mapping[nn.Module, OneToken]) -> bool:
 
 
 class TokenPass:
-    """The forward function of a model: ours for one token, transformers' for every other call."""
+    """The forward function of a model. Our kernels compute one token; transformers' function computes every other
+    call."""
 
     def __init__(self, model: PreTrainedModel, text: nn.Module, head: nn.Module, layers: Sequence[OneToken]) -> None:
         self.library: Callable[..., Any] = model.forward
@@ -86,7 +88,7 @@ class TokenPass:
         return self._layers
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the same as transformers' forward function."""
+        """Return the model's output as transformers' forward function does."""
         cache = kwargs.get("past_key_values")
         if args or not isinstance(cache, RowCache) or not self._is_plain(kwargs, cache) or not self._is_untouched():
             return self.library(*args, **kwargs)
@@ -97,7 +99,7 @@ class TokenPass:
         return self._output(logits=logits, past_key_values=cache)
 
     def _is_plain(self, kwargs: Mapping[str, Any], cache: RowCache) -> bool:
-        """Return whether a call asks only for the logits of one token that follows those in the cache."""
+        """Return whether a call asks only for the logits of one token that follows the tokens in the KV cache."""
         ids, mask, position = kwargs.get("input_ids"), kwargs.get("attention_mask"), kwargs.get("position_ids")
         if not isinstance(ids, torch.Tensor) or ids.shape != (1, 1) or cache.rows != 1 or cache.row_lengths is not None:
             return False
@@ -112,14 +114,14 @@ class TokenPass:
         return not any(getattr(self._model.config, name, False) for name in _ASKS)
 
     def _is_untouched(self) -> bool:
-        """Return whether all modules are still the tested ones, and none of them has a hook."""
+        """Return whether all modules of the model are still the tested ones, and none of them has a hook."""
         if any(self._hooks) or not self._layers[0].is_sdpa:
             return False
         return all(modules[name] is module for modules, name, module in self._parts)
 
     def _layer_of(self, cache: RowCache) -> Layer | None:
-        """Return a function that computes one layer with this cache. None if transformers' function must compute one of
-        the layers."""
+        """Return a function that computes one decoder layer with this KV cache. Return None if transformers' function
+        must compute one of the layers."""
         places = [layer.place_in(cache) if layer.is_untouched() else None for layer in self._layers]
         if None in places:
             return None
@@ -146,8 +148,8 @@ class TokenPass:
         return logits
 
     def is_proven(self) -> bool:
-        """Return whether transformers passes the same bits to the first layer as we do, and computes the same logits
-        from the last layer's output."""
+        """Return whether our function agrees with transformers': the first layer must receive the same bits, and the
+        same logits must follow from the last layer's output."""
         cache = RowCache(self._model.config.get_text_config(), 1, 2)
         cache.length = 1
         try:

@@ -28,9 +28,9 @@ def fits(form: Format) -> bool:
 
 
 def in_8_bits(form: Format, x: Floats) -> npt.NDArray[np.float64]:
-    """Return activations x [..., K] after rounding to 8 bits for a matrix of this format, as float64 [..., K].
+    """Return activations x [..., K] after rounding to 8 bits for a matrix of the format `form`, as float64 [..., K].
 
-    A group with a non-finite element becomes NaN.
+    Each group of activations has one scale. If an element of a group is not finite, the whole group becomes NaN.
     """
     groups = x.astype(np.float32).reshape(*x.shape[:-1], -1, form.numbers // len(form.groups))
     largest = np.abs(groups).max(-1, keepdims=True)

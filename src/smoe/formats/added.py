@@ -18,8 +18,8 @@ GROUP = "smoe.formats"
 
 @cache
 def added_format(number: int) -> Format | None:
-    """Return the format that a package adds for the ggml type `number`, and add it to `FORMATS`. None if no package
-    adds one.
+    """Return the format that an installed package adds for the ggml type `number`, and add the format to `FORMATS`.
+    Return None if no package adds one.
 
     Raises `ConfigError` if several packages add a format for this number, or if the format cannot be used.
     """

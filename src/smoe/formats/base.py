@@ -42,8 +42,8 @@ FLOAT8 = _float8()
 
 
 class Field(NamedTuple):
-    """Some bits of a byte, moved to their place in a code: (byte >> shift & mask) << left. A code is the sum of its
-    fields."""
+    """A bit field of one byte of a block, with its position in a code: (byte >> shift & mask) << left. A code is the
+    sum of its fields."""
 
     byte: int
     shift: int = 0
@@ -74,8 +74,8 @@ class Points(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A run of elements whose codes are in neighbouring bytes: elements `first`, `first + step` and so on. `fields` are
-    those of the first; the fields of element `first + i * step` are `i` bytes further."""
+    """Elements of a block whose codes are in neighbouring bytes: the elements `first`, `first + step` and so on.
+    `fields` locate the code of the first element; the fields of element `first + i * step` are `i` bytes further."""
 
     first: int
     numbers: int
@@ -95,8 +95,8 @@ class Group(NamedTuple):
 
 
 class Scalar(NamedTuple):
-    """A number of the whole block, such as its scale, times `factor`, which is a power of two or the negative of
-    one."""
+    """A number of a whole block, such as its scale. Its value is multiplied by `factor`, a power of two or the negative
+    of one."""
 
     byte: int
     kind: str = "F16"
@@ -162,12 +162,13 @@ class Format:
         return field.grid if isinstance(field, Points) else None
 
     def row_bytes(self, numbers: int) -> int:
-        """Return the bytes of a row with this number of elements, which must be a multiple of the block's."""
+        """Return the size in bytes of a row with `numbers` elements, which must be a multiple of the elements per
+        block."""
         assert numbers % self.numbers == 0, (self.name, numbers)
         return numbers // self.numbers * self.nbytes
 
     def fits(self, numbers: int) -> bool:
-        """Return whether a row with this number of elements consists of whole blocks."""
+        """Return whether a row with `numbers` elements consists of whole blocks."""
         return numbers % self.numbers == 0
 
     def decode(self, data: Bytes) -> Floats:
@@ -188,14 +189,15 @@ class Format:
         return out.reshape(*data.shape[:-1], -1)
 
     def is_finite(self, data: Bytes) -> bool:
-        """Return whether all scales in these blocks are finite and, in formats with float codes, all codes too."""
+        """Return whether all scales in the blocks `data` are finite and, in formats with float codes, all codes too."""
         if self.reals:
             return bool(np.isfinite(_reals(data, self.reals)).all())
         blocks = data.reshape(-1, self.nbytes)
         return all(_is_finite(blocks, scalar) for scalar in self.scalars) and not self._has_nan_codes(blocks)
 
     def _has_nan_codes(self, blocks: Bytes) -> bool:
-        """Return whether any 8-bit float in these blocks, a code or a group's scale, is NaN."""
+        """Return whether any 8-bit float in the blocks is NaN. Codes or scales of groups are such floats in some
+        formats."""
         if self.is_float8:
             (run,) = self.groups[0].runs
             (field,), count = run.fields, run.numbers
@@ -258,7 +260,7 @@ def with_eighth_sign(signs: Any) -> Any:
 
 
 def _of_point(blocks: Bytes, points: Points, i: int) -> npt.NDArray[np.int32]:
-    """Return element number `i` of a run of points, with its sign, for every block."""
+    """Return element number `i` of a run of grid points, with its sign, for every block."""
     point, within = divmod(i, points.grid.width)
     size: npt.NDArray[np.int32] = points.grid.points[_code(blocks, points.indices[point], 0), within].astype(np.int32)
     if not points.signs:

@@ -16,8 +16,8 @@ from smoe.formats.base import Bits, Field, Format, Group, Run, Scalar
 
 
 def _quarter(n: int) -> Group:
-    """Return the declaration of group number `n` of INT2: 16 elements of two bits, with a 4-bit scale and a 4-bit
-    minimum."""
+    """Return the declaration of group number `n` of an INT2 block: 16 elements of two bits, with a 4-bit scale and a
+    4-bit minimum."""
     return Group((Run(16 * n, 16, (Field(8, 2 * n, 3),)),), (Field(4 + n, 0, 15),), (Field(4 + n, 4, 15),))
 
 

@@ -34,8 +34,8 @@ _IN_THREE_BITS = (4, 12, 20, 28, 36, 44, 52, 62)
 
 
 def _halves(first: int, byte: int) -> tuple[Run, Run]:
-    """Return the runs of 32 four-bit codes in 16 bytes from `byte` on. The lower halves of the bytes are the first 16
-    elements, the upper halves the other 16."""
+    """Return the two runs of 32 four-bit codes that are stored in 16 bytes from `byte` on. The lower halves of the
+    bytes hold the first 16 elements, the upper halves the other 16."""
     return Run(first, 16, (Field(byte, 0, 15),)), Run(first + 16, 16, (Field(byte, 4, 15),))
 
 
@@ -66,8 +66,9 @@ def _groups(
     scale: Callable[[int], Fields],
     has_even_signs: bool = False,
 ) -> tuple[Group, ...]:
-    """Return the declarations of a block's groups of `size` elements. The functions return fields: `index` those of a
-    point's index, `signs` those of the signs of eight elements, `scale` those of a group's scale."""
+    """Return the declarations of a block's groups of `size` elements, each a run of grid points. The arguments are
+    functions that return bit fields: `index` for the index of a point, `signs` for the signs of eight elements, `scale`
+    for the scale of a group."""
     points = _RUN // grid.width
 
     def run(n: int) -> Run:
@@ -80,8 +81,8 @@ def _groups(
 
 
 def _of_points(name: str, nbytes: int, groups: tuple[Group, ...], scale: Scalar) -> Format:
-    """Return a format whose groups have odd scales, 2 * code + 1. The scale codes in `groups` are already doubled, and
-    the zero of scales is -1."""
+    """Return a format of grid points whose groups have odd scales, 2 * code + 1. The scale codes in `groups` are
+    already doubled, so 1 is added to them."""
     return Format(name, _NUMBERS, nbytes, scale, groups, scale_zero=-1)
 
 

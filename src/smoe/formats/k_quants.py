@@ -15,8 +15,8 @@ def _six_bits(at: int, group: int) -> tuple[tuple[Field, ...], tuple[Field, ...]
 
 
 def _place(group: int) -> tuple[int, int, int]:
-    """Return where one of 16 groups is in its block: the half of the block, the quarter of that half (32 elements), and
-    the group's first element in the quarter."""
+    """Return the position of one of 16 groups in its block: the half of the block, the quarter of that half (32
+    elements), and the group's first element in that quarter."""
     return group // 8, group % 8 // 2, 16 * (group % 2)
 
 

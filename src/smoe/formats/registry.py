@@ -37,6 +37,6 @@ PRECISIONS: dict[str, tuple[Format, ...]] = {
 
 
 def format_of(precision: str, columns: int) -> Format | None:
-    """Return the format of a precision for rows with this number of columns. None if no format's blocks divide such a
-    row."""
+    """Return the format with which `smoe pack` stores rows of this number of columns in a precision such as `int4`.
+    Return None if no format's block length divides the row."""
     return next((form for form in PRECISIONS[precision] if form.fits(columns)), None)

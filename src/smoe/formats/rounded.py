@@ -6,8 +6,8 @@ from smoe.formats.base import Bits, Field, Format, Group, Run, Scalar
 
 
 def _halves(at: int, *more: Bits) -> tuple[Group, ...]:
-    """Return the group of 32 four-bit codes in 16 bytes from `at` on. The lower halves of the bytes are the first 16
-    elements, the upper halves the other 16."""
+    """Return one group of 32 four-bit codes that are stored in 16 bytes from `at` on. The lower halves of the bytes
+    hold the first 16 elements, the upper halves the other 16. `more`: single bits that extend the codes."""
     upper = [Bits(bits.byte + 2, bits.left) for bits in more]
     return (Group((Run(0, 16, (Field(at, 0, 15), *more)), Run(16, 16, (Field(at, 4, 15), *upper)))),)
 

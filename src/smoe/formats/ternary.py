@@ -9,8 +9,8 @@ from smoe.formats.base import Field, Format, Group, Run, Scalar
 
 
 def _tq2_0() -> tuple[Group, ...]:
-    """Return groups of 32 elements. They have no scales of their own, but activations in 8 bits are rounded per
-    group."""
+    """Return the groups of a TQ2_0 block, 32 elements each. They have no scales of their own, but activations in 8 bits
+    are rounded per group."""
     places = [(half, n) for half in range(2) for n in range(4)]
     return tuple(Group((Run(128 * half + 32 * n, 32, (Field(32 * half, 2 * n, 3),)),)) for half, n in places)
 
