@@ -27,7 +27,7 @@ _GROUP_MARGIN_BYTES = 48 * 2**20
 
 
 class Room(NamedTuple):
-    """The memory in bytes that one limit leaves, the name of the limit, and advice how to get more."""
+    """The memory in bytes that a limit still allows, the name of the limit, and advice how to get more memory."""
 
     nbytes: int
     source: str
@@ -35,7 +35,7 @@ class Room(NamedTuple):
 
 
 def free_device_bytes(device: AnyDevice) -> tuple[int, str]:
-    """Return the free memory of the computing device in bytes, and a text about the origin of the number."""
+    """Return the free memory of the computing device in bytes, and a text that says where the number comes from."""
     if device.type == "cuda":
         import torch
 
@@ -46,21 +46,21 @@ def free_device_bytes(device: AnyDevice) -> tuple[int, str]:
 
 
 def free_host_bytes() -> tuple[int, str]:
-    """Return the free memory of the host in bytes, and a text about the origin of the number."""
+    """Return the free memory of the host in bytes, and a text that says where the number comes from."""
     least = least_room()
     return least.nbytes, least.source
 
 
 def least_room() -> Room:
-    """Return the limit that leaves the least memory on the host."""
+    """Return the limit that leaves this process the least memory on the host."""
     return min(_rooms(), key=lambda room: room.nbytes)  # the first one of equals
 
 
 def container_bytes() -> int | None:
     """Return the bytes that this whole process may take in a container; None if memory is not limited.
 
-    The number is the sum of what the process takes now and what the limit leaves, less a margin. The margin is for
-    memory that the kernel counts in the group, and for pages of files.
+    The number is the sum of the memory that the process has now and the memory that the limit leaves, less a margin.
+    The margin is for memory that the kernel counts in the container's cgroup, and for pages of files.
     """
     room = cgroup_room() if sys.platform == "linux" else None
     if room is None:
@@ -92,12 +92,13 @@ def _rooms() -> Iterator[Room]:
 
 
 def less_margin(free_bytes: int) -> int:
-    """Return the part of free memory that smoe takes by default: all of it except a margin for other programs."""
+    """Return how much of the free memory `nbytes` smoe takes by default: all of it except a margin for other
+    programs."""
     return max(0, free_bytes - max(MIN_MARGIN_BYTES, int(free_bytes * MARGIN_SHARE)))
 
 
 def shortage(what: str, asked_bytes: int, device: AnyDevice | None = None) -> str | None:
-    """Return a message if `what` needs more memory of the host (or of a GPU) than is free; else None."""
+    """Return a message if `what` needs more memory of the host (or of a GPU) than is free; None if there is enough."""
     if device is None or device.type == "cpu":
         left, source, advice = least_room()
     else:

@@ -46,20 +46,21 @@ class _Mount(NamedTuple):
 
 
 def cgroup_room() -> int | None:
-    """Return the bytes that the tightest memory limit of this process's groups leaves, where reclaimable pages count as
-    free. None without a limit."""
+    """Return the bytes that the tightest memory limit of this process's cgroups leaves. Pages that the kernel can
+    reclaim count as free. Return None without a limit."""
     rooms = [_room(group) for group in groups("memory")]
     return min((room for room in rooms if room is not None), default=None)
 
 
 def cpu_quota() -> float | None:
-    """Return the number of CPUs that the tightest quota of this process's groups allows. None without a quota."""
+    """Return the number of CPUs that the tightest CPU quota of this process's cgroups allows. Return None without a
+    quota."""
     quotas = [_quota(group) for group in groups("cpu")]
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def groups(controller: str) -> Iterator[Group]:
-    """Yield every visible group whose limits apply to this process, from all hierarchies. `controller`: `memory` or
+    """Yield every visible cgroup whose limits apply to this process, from all hierarchies. `controller`: `memory` or
     `cpu`."""
     mounts = list(_mounts())
     for line in _lines("cgroup"):
@@ -74,7 +75,7 @@ def groups(controller: str) -> Iterator[Group]:
 
 
 def _room(group: Group) -> int | None:
-    """Return the bytes that the limit of one group leaves, or None if the group has no limit."""
+    """Return the bytes that the memory limit of one cgroup leaves, or None if the cgroup has no limit."""
     names = ("memory.max", "memory.high") if group.version == 2 else ("memory.limit_in_bytes",)
     stat = _stat(group.folder / "memory.stat")
     limits = [_number(group.folder / name) for name in names]
@@ -89,7 +90,7 @@ def _room(group: Group) -> int | None:
 
 
 def _quota(group: Group) -> float | None:
-    """Return the number of CPUs that the quota of one group allows, or None if the group has no quota."""
+    """Return the number of CPUs that the quota of one cgroup allows, or None if the cgroup has no quota."""
     if group.version == 2:
         quota, period = [*_text(group.folder / "cpu.max").split(), "", ""][:2]
     else:
@@ -111,28 +112,29 @@ def _mounts() -> Iterator[_Mount]:
 
 
 def _usual(version: int, controller: str, controllers: str) -> list[_Mount]:
-    """Return the conventional mount points, for a process that cannot see where hierarchies are mounted."""
+    """Return the conventional mount points of cgroup hierarchies, for a process that cannot see where they are
+    mounted."""
     base = _SYSTEM / "sys/fs/cgroup"
     points = (base, base / "unified") if version == 2 else (base / controllers, base / controller)
     return [_Mount(version, frozenset({controller}), "/", point) for point in points if point.is_dir()]
 
 
 def _showing(path: str, mounts: Iterable[_Mount]) -> list[_Mount]:
-    """Return the mounts that contain the group at `path` or one of its parents. If there are none, return all
+    """Return the mounts that contain the cgroup at `path` or one of its parents. If no mount does, return all
     mounts."""
     mounts = list(mounts)
     return [mount for mount in mounts if _below(path, mount.root) is not None] or mounts
 
 
 def _below(path: str, root: str) -> str | None:
-    """Return the path of a group relative to a mounted root, or None if the group is not below this root."""
+    """Return the path of a cgroup relative to a mounted root, or None if the cgroup is not below this root."""
     root = root.rstrip("/")
     is_below = (path == root or path.startswith(f"{root}/")) and ".." not in path.split("/")
     return path[len(root) :].strip("/") if is_below else None
 
 
 def _folders(path: str, mount: _Mount) -> Iterator[Path]:
-    """Yield the folders of a group and of its parents, up to the mount point, as far as they are visible."""
+    """Yield the folders of a cgroup and of its parents, up to the mount point, as far as they are visible."""
     below = _below(path, mount.root)
     parts = [part for part in (path if below is None else below).split("/") if part not in ("", "..")]
     for count in range(len(parts), -1, -1):
@@ -154,7 +156,7 @@ def _text(path: Path) -> str:
 
 
 def _whole(text: str) -> int | None:
-    """Return the whole number in a text, or None for `max` and other texts."""
+    """Return the integer that a text consists of, or None for `max` and other texts."""
     return int(text) if re.fullmatch(r"-?\d+", text) else None
 
 
@@ -163,6 +165,6 @@ def _number(path: Path) -> int | None:
 
 
 def _stat(path: Path) -> dict[str, int]:
-    """Return the names and numbers in a file that has one pair in each line."""
+    """Return the names and numbers in a file that has one pair (name, number) in each line."""
     pairs = (line.split() for line in _text(path).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}

@@ -47,9 +47,9 @@ def measure_disk(folder: Path, request_bytes: int, seconds: float, file_bytes: i
 def measure_reads(store: ExpertStore, seconds: float) -> float:
     """Return the rate of scattered reads of a model's own experts past the page cache, in bytes per second.
 
-    The second of two passes is measured. What decode steps read has usually been read before, and a disk may have it in
-    a cache of its own. For a virtual disk that cache is the memory of another machine, which doubles the rate
-    (docs/log/disk.md).
+    The second of two passes is measured. The data that decode steps read have usually been read before, so the disk may
+    have them in a cache of its own. For a virtual disk, this cache is the memory of another machine, which doubles the
+    rate (docs/log/disk.md).
     """
     reader = DiskReader(direct=True)
     reads = [read for key in _scattered(store.keys()) for read in store.reads(*key)]
@@ -61,13 +61,13 @@ def measure_reads(store: ExpertStore, seconds: float) -> float:
 
 
 def _scattered(items: Sequence[_Item]) -> list[_Item]:
-    """Return the items in a fixed, scattered order."""
+    """Return the items in a scattered order, which is always the same for the same number of items."""
     return [items[n * 7919 % len(items)] for n in range(len(items))]
 
 
 def _rate(reader: DiskReader, reads: Sequence[Read], seconds: float) -> tuple[float, int]:
-    """Return the rate of as many reads as fit into `seconds`, in bytes per second, and how many of the first reads were
-    certainly among them."""
+    """Return the rate of as many reads as fit into `seconds`, in bytes per second, and a number n: the first n reads
+    were certainly among them."""
     threads = reading_threads(EngineConfig())
     size = page_ceil(max(read.nbytes for read in reads))
     each = -(-_LEAST_BUFFERS_BYTES // (threads * size))

@@ -44,10 +44,10 @@ class Finding:
 
 
 def models_folder(asked: Path | None) -> Path:
-    """Return the folder whose disk is measured: the folder `asked`, else the hub's cache or its closest existing
+    """Return the folder whose disk is measured: the folder `asked`, else the hub's cache folder or its closest existing
     parent.
 
-    If none of these is writable, it is the folder for temporary files.
+    If neither the cache folder nor a parent is writable, return the folder for temporary files.
     """
     if asked is not None:
         if not asked.is_dir():
@@ -100,7 +100,8 @@ def _kernel() -> Finding | None:
 
 
 def _without() -> str:
-    """Return a text about what multiplies bf16 experts on a CPU where our kernels cannot have torch's bits."""
+    """Return a text that names the code that multiplies bf16 experts (torch or smoe's kernel), for a CPU on which
+    smoe's kernels cannot have torch's bits."""
     isa = widest()
     if isa is None:
         return "torch multiplies"

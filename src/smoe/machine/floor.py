@@ -27,7 +27,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """The bytes that one decode step moves, by tier."""
+    """The bytes that one decode step moves, by the tier of memory from which they come."""
 
     memory: float
     """Bytes of the used experts and of all other weights, read from the computing device's memory."""
@@ -37,7 +37,7 @@ class StepBytes:
 
 @dataclass(frozen=True)
 class Floor:
-    """The least time that each tier needs for one decode step, in seconds."""
+    """The floor of a decode step: the least time that each tier of memory needs for its bytes, in seconds."""
 
     memory_seconds: float
     disk_seconds: float
@@ -50,7 +50,7 @@ class Floor:
 
     @property
     def serial_seconds(self) -> float:
-        """The floor in seconds if transfers run one after the other."""
+        """The floor in seconds if the transfers of all tiers run one after the other."""
         return self.memory_seconds + self.disk_seconds + self.link_seconds
 
     @property
@@ -72,10 +72,10 @@ def floor_of(step: StepBytes, rates: Rates) -> Floor | None:
 def measured_step(
     decode: Counters, expert_bytes: int, dense_bytes: int, has_link: bool, low_bytes: int = 0
 ) -> StepBytes | None:
-    """Return the bytes that an average decode step of a run has moved, from the run's counters. None if there was no
-    decode step.
+    """Return the bytes that an average decode step of a run has moved, computed from the run's counters. Return None if
+    there was no decode step.
 
-    `low_bytes`: the size of a low copy.
+    `low_bytes`: the size of an expert's low-precision copy.
     """
     steps = decode.forward_passes
     if steps == 0:
@@ -91,8 +91,8 @@ def measured_step(
 
 
 def step_at(expert_bytes_per_token: int, dense_bytes: int, hit_ratio: float, has_link: bool = False) -> StepBytes:
-    """Return the bytes that a decode step of one sequence moves if this fraction of its experts is resident
-    (`hit_ratio`)."""
+    """Return the bytes that a decode step of one sequence moves if the fraction `hit_ratio` of its experts is
+    resident."""
     missed = expert_bytes_per_token * (1 - hit_ratio)
     return StepBytes(memory=expert_bytes_per_token + dense_bytes, disk=missed, link=missed if has_link else 0.0)
 

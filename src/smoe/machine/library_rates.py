@@ -9,7 +9,7 @@ from smoe.machine.best_time import best_time
 
 
 def measure_library_experts(hidden: int, inner: int, experts: int, seconds: float) -> float:
-    """Return the rate at which torch computes one token through `experts` experts, one after the other, in bytes of
+    """Return the rate at which torch computes one token through `experts` experts, one after the other, as bytes of
     weights per second."""
     up = torch.zeros(experts, 2 * inner, hidden, dtype=torch.bfloat16)
     down = torch.zeros(experts, hidden, inner, dtype=torch.bfloat16)

@@ -76,9 +76,9 @@ class Profile:
 
 
 def emulated_rates(profile: DeviceProfile) -> Rates:
-    """Return the rates for the floor of a run on an emulated device. They are those of its profile, without the disk.
+    """Return the rates for the floor of a run on an emulated device: the rates of its profile, without the disk.
 
-    The disk is not emulated, and once experts have been read they come from the host tier.
+    The disk is not emulated. Once experts have been read from disk, they are loaded from the host tier.
     """
     source = f"profile {profile.name}, emulated"
     return Rates(profile.device_bytes_per_second, None, profile.link_bytes_per_second, source)
@@ -106,7 +106,8 @@ def save_profile(profile: Profile) -> Path:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return a description of this machine, by which a profile is recognized as made on it."""
+    """Return a description of this machine. A profile contains it, so that its use on another machine can be
+    detected."""
     return {
         "processor": processor_name(),
         "cores": usable_cores(),
@@ -229,10 +230,11 @@ def _bf16_gain() -> float:
 
 
 def quick_rates(device: AnyDevice, memory: Any = None) -> Rates:
-    """Return the rates of the stored profile. Without a profile, measure only the memory, in 0.2 s.
+    """Return the rates of the stored profile. If no profile is stored, measure only the memory, in 0.2 s (on a GPU also
+    the link).
 
-    The measurement reads `memory` if it is given. If `memory` is too small, another process measures, so that this one
-    allocates nothing outside its budget.
+    The measurement reads `memory` if it is given. If `memory` is too small, another process measures, so that this
+    process allocates nothing outside its memory budget.
     """
     profile = load_profile()
     if profile is not None:

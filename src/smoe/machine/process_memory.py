@@ -48,7 +48,7 @@ class _Held(NamedTuple):
 
 
 class ProcessMemory(NamedTuple):
-    """The bytes of a process at its peak. The three parts add up to the whole."""
+    """The RAM of a process at its peak, in bytes. `libraries`, `budget` and `scratch` add up to `whole`."""
 
     whole: int
     libraries: int
@@ -79,8 +79,8 @@ def libraries_bytes() -> int | None:
 
 
 def process_memory(held_bytes: int) -> ProcessMemory | None:
-    """Return the parts of this process's memory at its peak. `held_bytes`: the bytes of the budget. None if the system
-    does not state the memory."""
+    """Return this process's memory at its peak, divided into libraries, budget and scratch memory. `held_bytes`: the
+    bytes of the budget. Return None if the system does not state the memory."""
     now = _held()
     if now is None or not _before:
         return None
@@ -91,10 +91,10 @@ def process_memory(held_bytes: int) -> ProcessMemory | None:
 
 
 def outside_budget_bytes(reserved_bytes: int, by_own_kernels: bool = False) -> dict[str, int]:
-    """Return the largest memory that a process on a CPU needs outside the budget, in bytes by name.
+    """Return the largest memory that a process on a CPU needs outside the budget: the bytes, by a name for display.
 
-    `reserved_bytes`: the bytes of the library's kernels that the budget includes. `by_own_kernels`: our kernels compute
-    all large products.
+    `reserved_bytes`: the bytes of the library's kernels that the budget includes. `by_own_kernels`: whether our kernels
+    compute all large products.
     """
     give_back_heap()
     lines = {} if (libraries := libraries_bytes()) is None else {"interpreter and libraries": libraries}

@@ -25,8 +25,8 @@ def processor_name() -> str:
 
 
 def usable_cores() -> int:
-    """Return the number of CPUs that this process may use: those of its affinity, or fewer if a quota limits them. For
-    a container with `--cpus 2.5` that is two.
+    """Return the number of CPUs that this process may use: those in its CPU affinity, or fewer if a quota limits them.
+    For a container with `--cpus 2.5` the number is two.
 
     All default numbers of threads and processes follow from this number.
     """
@@ -58,8 +58,8 @@ def waited_seconds() -> float | None:
 
 
 def waited_share() -> float | None:
-    """Return which fraction of its time the calling thread has waited for a core. Its time is what it was running or
-    ready to run. None if the system does not count it."""
+    """Return the fraction of its time that the calling thread has waited for a core. Only time in which the thread was
+    running or ready to run counts. Return None if the system does not count this time."""
     with suppress(OSError, ValueError, IndexError, ZeroDivisionError):
         ran, waited = map(int, Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[:2])
         return waited / (ran + waited)
@@ -67,7 +67,7 @@ def waited_share() -> float | None:
 
 
 def is_pinned() -> bool:
-    """Return whether the OpenMP runtime binds threads to cores, so that one thread may use fewer cores than the
+    """Return whether the OpenMP runtime binds threads to cores. If it does, one thread may use fewer cores than the
     process."""
     return os.environ.get("OMP_PROC_BIND", "false").lower() not in ("false", "0")
 

@@ -77,7 +77,7 @@ def _stored() -> dict[str, Any]:
 
 
 def _fresh(entry: Any) -> QuickLook | None:
-    """Return the rates in a stored entry; None if the entry is too old or damaged."""
+    """Return the rates in a stored entry of the cache file; None if the entry is too old or damaged."""
     try:
         look = QuickLook(**entry["rates"])
         return look if 0 <= time.time() - entry["at"] < _KEPT_SECONDS else None
@@ -86,7 +86,7 @@ def _fresh(entry: Any) -> QuickLook | None:
 
 
 def _looked_apart(expert_bytes: int) -> tuple[QuickLook, bool]:
-    """Measure in another process. Return the rates, and whether other programs used the cores meanwhile."""
+    """Measure the rates in another process. Return the rates, and whether other programs used the cores meanwhile."""
     answer = json.loads(_answered(str(expert_bytes)))
     return QuickLook(**answer["rates"]), answer["is_disturbed"]
 
@@ -117,7 +117,8 @@ def look(expert_bytes: int) -> QuickLook:
 
 
 def main() -> None:
-    """Measure in this process and print the rates for the argument: an expert size in bytes, or the word `memory`."""
+    """Measure in this process and print the result. The command's argument is an expert size in bytes, to measure all
+    rates, or the word `memory`."""
     word = sys.argv[1]
     if word == "memory":
         print(measure_memory(_SECONDS))

@@ -10,13 +10,13 @@ _MOST_BYTES = 256
 
 
 def sysctl_int(name: str) -> int | None:
-    """Return a system value that is a number; None if the system has no such value."""
+    """Return the macOS system value `name`, which is a number; None if the system has no such value."""
     found = _asked(name)
     return int.from_bytes(found, "little") if found is not None and len(found) in (4, 8) else None
 
 
 def sysctl_text(name: str) -> str | None:
-    """Return a system value that is a string; None if the system has no such value."""
+    """Return the macOS system value `name`, which is a string; None if the system has no such value."""
     found = _asked(name)
     return None if found is None else found.rstrip(b"\0").decode(errors="replace")
 

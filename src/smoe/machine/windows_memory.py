@@ -17,7 +17,8 @@ def commit_bytes() -> int | None:
 
 
 def job_bytes() -> int | None:
-    """Return the bytes that the limits of this process's job leave. None without such a limit."""
+    """Return the bytes that this process may still allocate under the limits of its Windows job. Return None without
+    such a limit."""
     limits = k32.JobLimits()
     if not _asked(k32.EXTENDED_LIMITS, limits):
         return None

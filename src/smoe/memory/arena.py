@@ -34,8 +34,8 @@ is short."""
 
 
 class Arena:
-    """Page-aligned buffers (slots), one after the other in memory. They are numbered from 0, through all sizes in
-    turn."""
+    """Page-aligned buffers (slots), one after the other in memory. Slots of one size follow those of the previous size;
+    all are numbered from 0 in this order."""
 
     def __init__(
         self, sizes: Sequence[tuple[int, int]], device: torch.device | None = None, huge_pages: bool = False
@@ -65,7 +65,7 @@ class Arena:
 
     @cached_property
     def bytes(self) -> torch.Tensor:
-        """The whole arena as a uint8 tensor [nbytes]."""
+        """The memory of all slots as one uint8 tensor [nbytes]."""
         import torch
 
         if self._map is None:
@@ -92,9 +92,10 @@ class Arena:
         return len(self.begins) - 1
 
     def touch(self, threads: int = 1, slots: Sequence[range] | None = None) -> None:
-        """Allocate the pages of all slots, or of the ranges `slots`, in background threads. Contents do not change.
+        """Allocate the memory pages of all slots, or of the slot ranges `slots`, in background threads. The contents do
+        not change.
 
-        Without this a read into the slot allocates its pages, which is slower.
+        Without this call, the first read into a slot allocates its pages, which makes the read slower.
         """
         if self._map is None or _POPULATE_WRITE is None:
             return
@@ -133,7 +134,7 @@ class Arena:
                 return  # kernels before 5.14 lack the flag
 
     def buffer(self, slot: int) -> memoryview:
-        """Return the bytes of a slot as a memoryview, for a reader (CPU arenas only)."""
+        """Return the bytes of a slot as a memoryview, for code that reads a file into the slot (CPU arenas only)."""
         return self._view[self.begins[slot] : self.begins[slot + 1]]
 
     @property

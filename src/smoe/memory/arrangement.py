@@ -38,14 +38,14 @@ class SlotArrangement(Protocol):
         """The number of bytes that can be converted alone: each chunk of the tensor must be a multiple of it."""
 
     def put(self, source: Bytes, slot: memoryview, target: int, begin: int) -> None:
-        """Convert `source`, a chunk of the tensor that begins at byte `begin`, and write it into `slot`. `target`: the
-        offset of the tensor's field in the first block."""
+        """Convert `source`, a chunk of the tensor from its byte `begin` on, and write the result into `slot`. `target`:
+        the offset of the tensor's field in the first block of the matrix."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A copy without conversion: every `width` bytes of the tensor go to the beginning of the next `stride` bytes of
-    the slot."""
+    """A copy of a stored tensor into the blocks of a slot, without conversion. Every `width` bytes of the tensor go to
+    the beginning of the next `stride` bytes of the slot."""
 
     width: int
     stride: int
@@ -55,8 +55,8 @@ class Spread:
         return self.width
 
     def put(self, source: Bytes, slot: memoryview, target: int, begin: int) -> None:
-        """Copy all blocks in one call, without the interpreter lock. It takes 1.1 ms for an expert of 13 MB, a tenth of
-        the time of reading it."""
+        """Copy all blocks of `source` in one call, without the interpreter lock. This takes 1.1 ms for an expert of 13
+        MB, a tenth of the time of reading it."""
         items = source.view(f"V{self.width}")
         target += begin // self.width * self.stride
         np.ndarray(items.shape, items.dtype, slot, target, (self.stride,))[:] = items
@@ -64,7 +64,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """The dimensions of a matrix of blocks in a slot."""
+    """The dimensions of a matrix that consists of quantized blocks in a slot."""
 
     rows: int
     blocks: int
@@ -73,22 +73,22 @@ class BlockGrid:
     """The number of bytes per block."""
 
     def of_rows(self, kind: str, slot: memoryview, target: int, row: int, rows: int) -> npt.NDArray[Any]:
-        """Return a view of one field of all blocks in the rows from `row` on: [rows, blocks]. `kind`: the field's NumPy
-        type; `target`: its offset in the first block."""
+        """Return a view of one field of all blocks in `rows` rows from `row` on: [rows, blocks]. `kind`: the field's
+        NumPy type; `target`: the field's offset in the first block."""
         row_bytes = self.blocks * self.stride
         return np.ndarray((rows, self.blocks), kind, slot, target + row * row_bytes, (row_bytes, self.stride))
 
     def of_blocks(self, kind: str, slot: memoryview, target: int, block: int, blocks: int) -> npt.NDArray[Any]:
-        """Return a view of one field of the blocks from `block` on in all rows: [rows, blocks]. `kind`: the field's
-        NumPy type; `target`: its offset in the first block."""
+        """Return a view of one field of `blocks` blocks from `block` on in all rows: [rows, blocks]. `kind`: the
+        field's NumPy type; `target`: the field's offset in the first block."""
         strides = (self.blocks * self.stride, self.stride)
         return np.ndarray((self.rows, blocks), kind, slot, target + block * self.stride, strides)
 
 
 @dataclass(frozen=True)
 class StoredScales:
-    """Scales that a file stores as [R, C], or as [C, R] if `is_turned`. Each belongs to several rows and blocks of the
-    matrix."""
+    """The conversion of scales, which a file stores as [R, C], or as [C, R] if `is_turned`. Each scale belongs to
+    several rows and blocks of the matrix."""
 
     grid: BlockGrid
     kind: str
@@ -133,8 +133,8 @@ class StoredScales:
 
 @dataclass(frozen=True)
 class Zeros:
-    """Zero points that a file stores packed in 32-bit words, like codes: [K / G, N / 8] if `is_turned`, else [N / 8, K
-    / G] with eight rows in each word. The matrix is [N, K] with groups of G."""
+    """The conversion of zero points. A file stores them packed in 32-bit words, like codes: [K / G, N / 8] if
+    `is_turned`, else [N / 8, K / G] with eight rows in each word. The matrix is [N, K] with groups of G columns."""
 
     grid: BlockGrid
     bits: int
@@ -171,8 +171,8 @@ class Zeros:
 
 @dataclass(frozen=True)
 class PairsApart:
-    """The conversion of bytes with two neighbouring 4-bit codes. The result has two groups of 16 codes, and each byte
-    one code of either group."""
+    """The conversion of bytes that hold two neighbouring 4-bit codes each. In the result, each byte holds one code of
+    either of two groups of 16 codes."""
 
     numbers: int
     """The number of elements per block."""
@@ -198,8 +198,8 @@ class PairsApart:
 
 @dataclass(frozen=True)
 class TurnedWords:
-    """The conversion of GPTQ's codes [K / 8, N]: each 32-bit word has eight codes of one output, in the order that a
-    block needs."""
+    """The conversion of GPTQ's codes [K / 8, N]. Each 32-bit word has eight codes of one output, in the order that a
+    block in a slot needs."""
 
     grid: BlockGrid
     words: int

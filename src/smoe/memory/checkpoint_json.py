@@ -23,7 +23,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parse_object(data: bytes, path: Path) -> dict[str, Any]:
-    """Return the JSON object in `data`. The file `path`, from which the data come, is only for errors."""
+    """Return the JSON object in `data`. Errors name the file `path`, from which the data come."""
     try:
         found = json.loads(data.decode("utf-8"))
     except RecursionError as error:

@@ -43,8 +43,8 @@ are measured one by one, but they are emulated concurrently on the same cores an
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """The costs of a machine with a device. Work takes the larger of two times, that for its bytes and that for its
-    arithmetic, plus a constant."""
+    """The costs of a machine with a device. A piece of work takes the time for its bytes or the time for its
+    arithmetic, whichever is longer, plus a constant."""
 
     name: str
     source: str
@@ -100,7 +100,7 @@ class DeviceProfile:
 
 
 class Emulation(Pacing):
-    """The slowed-down clock of one engine. Any thread may call `finish`."""
+    """The slowed-down clock of one engine that emulates a device. Any thread may call `finish`."""
 
     is_emulated = True
     has_times_of_its_own = True
@@ -142,7 +142,8 @@ class Emulation(Pacing):
         return time.perf_counter() / self.dilation
 
     def finish(self, began: float, seconds: float) -> None:
-        """Wait until work that began at `began` (on the real clock) has taken `seconds` of the profile's time."""
+        """Wait until work that began at `began` (on the real clock) has taken `seconds` of the emulated device's
+        time."""
         if not self.is_paced:
             return
         due = began + seconds * self.dilation
@@ -154,7 +155,8 @@ class Emulation(Pacing):
         self._layer_began = time.perf_counter()
 
     def reach_experts(self, tokens: int) -> None:
-        """Wait until the device would have computed a layer up to its experts (attention, router and so on)."""
+        """Wait until the emulated device would have computed a layer up to its experts (attention, router and so
+        on)."""
         self.finish(self._layer_began, self.profile.layer_seconds(self.layer_bytes, tokens))
 
     def leave_experts(self) -> None:
@@ -162,33 +164,33 @@ class Emulation(Pacing):
         self._layer_began = time.perf_counter()
 
     def compute_experts(self, began: float, rows: list[int]) -> None:
-        """Wait until the device would have computed one expert for each entry of `rows`, each for that number of
-        tokens."""
+        """Wait until the emulated device would have computed several experts. `rows` has one entry for each expert: its
+        number of tokens."""
         self.finish(began, sum(self.profile.expert_seconds(self.expert_bytes, count) for count in rows))
 
     def look_ahead(self, began: float, tokens: int) -> None:
-        """Wait until the device would have run the attention and router of another layer. Only launches count, no bytes
-        of weights."""
+        """Wait until the emulated device would have run the attention and router of another layer, which predicts
+        experts. Only kernel launches count, no bytes of weights."""
         self.finish(began, self.profile.layer_seconds(0.0, tokens))
 
     def ask_gate(self, began: float) -> None:
-        """Wait until the device would have run the router of another layer."""
+        """Wait until the emulated device would have run the router of another layer, which predicts experts."""
         self.finish(began, self.profile.device_expert_seconds)
 
     def begin_planning(self) -> float:
-        """Return this thread's CPU time so far. It does not include time in which other threads had the core or the
-        interpreter."""
+        """Return the CPU time that this thread has used, in seconds. It does not include time in which other threads
+        had the core or the interpreter."""
         return time.thread_time()
 
     def end_planning(self, began: float) -> None:
-        """Wait until the decision that began at `began` (CPU time) has taken its real time on the reported clock: a
-        fast device does not make Python faster."""
+        """Wait until a decision in Python that began at `began` (CPU time) has taken its real time on the reported
+        clock, because a fast device does not make Python faster."""
         seconds = time.thread_time() - began
         self.finish(time.perf_counter() - seconds, seconds)
 
     @contextmanager
     def computing_on_host(self, rows: int) -> Iterator[None]:
-        """Account for the CPU's work during the `with` block: one expert for `rows` tokens."""
+        """Account for the work of the emulated CPU during the `with` block: one expert for `rows` tokens."""
         with self._reading(
             self.expert_bytes,
             self.profile.host_arithmetic_seconds(self.expert_bytes, rows),
@@ -198,8 +200,8 @@ class Emulation(Pacing):
 
     @contextmanager
     def carrying(self, nbytes: int, is_first: bool) -> Iterator[None]:
-        """Account for the link's work during the `with` block: copying `nbytes` of a real expert. The first chunk of a
-        copy includes the latency."""
+        """Account for the work of the emulated link during the `with` block: copying `nbytes` of a real expert. The
+        first chunk of a copy includes the latency."""
         as_if = nbytes * self.scale
         latency = self.profile.link_latency_seconds if is_first else 0.0
         with self._reading(as_if, as_if / self.profile.link_bytes_per_second, latency):
@@ -220,8 +222,9 @@ class Emulation(Pacing):
         _wait_until(flow.ended + constant * self.dilation)
 
     def choose_dilation(self, copy: float, expert: float, host: float, layer: float) -> None:
-        """Set the dilation so that the real machine can keep up. The arguments are its times in seconds to copy an
-        expert, to compute an expert on the device and on the CPU, and to compute a layer."""
+        """Set the dilation so that the real machine can keep up with the emulated one. The arguments are the real
+        machine's times in seconds: to copy an expert, to compute an expert on the device and on the CPU, and to compute
+        a layer."""
         profile = self.profile
         ratios = (
             copy / profile.link_seconds(self.expert_bytes),
@@ -233,8 +236,8 @@ class Emulation(Pacing):
 
 
 def _wait_until(due: float) -> None:
-    """Wait until the real clock shows `due`, precisely to microseconds, because every delay would add to the measured
-    times."""
+    """Wait until the real clock shows `due`. The wait is precise to microseconds, because every delay would add to the
+    measured times."""
     left = due - time.perf_counter()
     if left > OVERSLEPT_SECONDS:
         time.sleep(left - OVERSLEPT_SECONDS)
@@ -243,10 +246,10 @@ def _wait_until(due: float) -> None:
 
 
 def read_profile(name: str) -> DeviceProfile:
-    """Return a profile, given the name of one that smoe contains or the path of a JSON file.
+    """Return a device profile. `name`: the name of a profile that smoe contains, or the path of a JSON file.
 
-    Raises `ConfigError` if there is no such profile, or if one of its entries is missing, unknown or not a positive
-    number.
+    Raises `ConfigError` if there is no such profile, or if an entry of the profile is missing, unknown or not a
+    positive number.
     """
     shipped = resources.files("smoe") / "profiles"
     known = sorted(entry.name.removesuffix(".json") for entry in shipped.iterdir() if entry.name.endswith(".json"))
@@ -299,7 +302,7 @@ _NEEDED = [field.name for field in fields(DeviceProfile) if field.default is MIS
 
 
 def _wrong_entries(entries: Any) -> str | None:
-    """Return a message about an error in the contents of a profile's file; None if they are correct."""
+    """Return a message about the first error in the entries of a profile's file; None if the entries are correct."""
     if not isinstance(entries, dict):
         kind = "list" if isinstance(entries, list) else "value"
         return f"holds a JSON {kind}; it must hold an object with the entries {', '.join(_NEEDED)}"

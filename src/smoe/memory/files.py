@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 
 
 class FileIdentity(NamedTuple):
-    """What identifies a file and its state: writing or replacing the file changes it."""
+    """The numbers that identify a file and its state: writing to the file or replacing it changes them."""
 
     device: int
     inode: int
@@ -82,7 +82,8 @@ class ExpertFile(Protocol):
         """
 
     def forget(self, offset: int, nbytes: int) -> None:
-        """Advise the system to drop these bytes from the page cache. Only for files that are not read directly."""
+        """Advise the operating system to drop a byte range of the file from the page cache. Only for files that are not
+        read directly."""
 
     def close(self) -> None: ...
 
@@ -140,12 +141,12 @@ def opening() -> Opening:
 
 
 def direct_name() -> str:
-    """Return the name that this operating system has for reading past the page cache."""
+    """Return the name of this operating system's method for reading past the page cache."""
     return {"darwin": "F_NOCACHE", "win32": "unbuffered"}.get(sys.platform, "O_DIRECT")
 
 
 class DiskReader:
-    """The open files of one store. Several threads may call `read`."""
+    """Reads byte ranges of the files of one expert store, which stay open. Several threads may call `read`."""
 
     def __init__(self, direct: bool, opened: Opening | None = None) -> None:
         """`direct`: read past the page cache. `opened`: the function that opens files; None: this system's own."""
@@ -162,7 +163,7 @@ class DiskReader:
 
     @property
     def is_direct(self) -> bool:
-        """Whether all files opened so far bypass the page cache."""
+        """Whether reads of all files opened until now bypass the page cache."""
         return bool(self._files) and all(file.is_direct for file in self._files.values())
 
     def read(self, read: Read, buffer: memoryview, between: Callable[[], None] | None = None) -> int:
@@ -251,7 +252,7 @@ class DiskReader:
 
 
 def _insistently(call: Callable[[], _T]) -> _T:
-    """Return the result of `call`, which is repeated after temporary errors."""
+    """Return the result of `call`. After temporary errors, call it again."""
     for attempt in range(TRIES - 1):
         try:
             return call()

@@ -26,7 +26,8 @@ _WEIGHT, _SCALE, _INPUT_SCALE = ".weight", ".scale", ".input_scale"
 
 @dataclass(frozen=True)
 class Nvfp4Blocks:
-    """The conversion of NVFP4 blocks. `is_whole`: there is no additional factor, so the block's scale is set to 1."""
+    """The conversion of GGUF's NVFP4 blocks. `is_whole`: the matrix has no additional factor, so the scale of each
+    block is set to 1."""
 
     is_whole: bool
     unit: int = 36
@@ -62,8 +63,8 @@ class TernaryBlocks:
 
 
 def rearranged(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return a file's tensors by name after replacing tensors of these types by their conversions and removing unused
-    tensors."""
+    """Return a GGUF file's tensors by name. NVFP4 and TQ1_0 tensors are replaced by their conversions, and unused
+    tensors are removed."""
     found = dict(tensors)
     for key, tensor in tensors.items():
         if tensor.dtype == "TQ1_0":
@@ -76,7 +77,8 @@ def rearranged(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 
 def _with_scale(tensor: StoredTensor, scale: StoredTensor | None) -> StoredTensor:
-    """Return an NVFP4 matrix, or the matrices of all experts, joined with the additional factor `scale`."""
+    """Return an NVFP4 tensor (a matrix, or the matrices of all experts) joined with its additional factor `scale`, if
+    it has one."""
     form, (rows, columns) = FORMATS["NVFP4_64"], tensor.shape[-2:]
     made_of = [Ingredient(tensor, 0, Nvfp4Blocks(is_whole=scale is None))]
     if scale is not None:

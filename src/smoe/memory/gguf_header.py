@@ -43,7 +43,7 @@ _LEAST_TENSOR_BYTES = 8 + 4 + 4 + 8
 
 @dataclass(frozen=True)
 class GgufArray:
-    """The location of an array in the file's metadata; its values are read on demand."""
+    """The location of an array in the metadata of a GGUF file. Its values are read on demand."""
 
     offset: int
     """The offset of the first value in the file, in bytes."""
@@ -56,7 +56,7 @@ Value = int | float | bool | str | GgufArray
 
 
 class TensorEntry(NamedTuple):
-    """An entry in a file's table of tensors."""
+    """An entry in a GGUF file's table of tensors."""
 
     name: str
     dimensions: tuple[int, ...]
@@ -92,17 +92,17 @@ def is_gguf(path: Path) -> bool:
 
 
 def part_stem(name: str) -> str:
-    """Return what the file names of a split model have in common at the beginning. For a model in one file, return its
-    whole name."""
+    """Return the beginning that the file names of all files of a split GGUF model share, given one of the names. For a
+    model in one file, return the whole name."""
     match = _PART.fullmatch(name)
     return name if match is None else match["stem"]
 
 
 def part_names(name: str) -> list[str]:
-    """Return the file names of all parts of a split model in order, given one of them. For a model in one file, return
-    only its name.
+    """Return the file names of all files of a split GGUF model in order, given one of the names. For a model in one
+    file, return only its name.
 
-    Raises `CheckpointError` if the part's number exceeds the number of parts.
+    Raises `CheckpointError` if the number in the name exceeds the number of files.
     """
     match = _PART.fullmatch(name)
     if match is None:
@@ -156,7 +156,7 @@ def _read_header(path: Path, identity: FileIdentity) -> GgufHeader:
 
 
 def read_array(header: GgufHeader, key: str) -> list[Any]:
-    """Return the values of a metadata entry that is an array of numbers or strings. Raise `CheckpointError` if the
+    """Return the values of the metadata entry `key`, an array of numbers or strings. Raise `CheckpointError` if the
     entry is no array."""
     array = header.metadata.get(key)
     if not isinstance(array, GgufArray):
@@ -171,7 +171,7 @@ def read_array(header: GgufHeader, key: str) -> list[Any]:
 
 
 class _Reader:
-    """Reads a file forwards, and raises an error that says where the file ends too early."""
+    """Reads a GGUF file from beginning to end. If the file ends too early, it raises an error that says where."""
 
     def __init__(self, path: Path, file: BinaryIO, size: int, position: int) -> None:
         self.path = path
@@ -189,7 +189,7 @@ class _Reader:
         return self._end - self.position
 
     def take(self, count: int, what: str) -> bytes:
-        """Return the next `count` bytes; `what` describes them in errors."""
+        """Return the next `count` bytes of the file. `what` describes these bytes in errors."""
         if count > self.left:
             self.fail(f"{what} ends behind the file's end" if self._is_cut else f"{what} makes the header too long")
         start = self.position - self._begin

@@ -65,8 +65,8 @@ def read_headers(path: Path) -> list[GgufHeader]:
 
 
 def index_gguf(headers: list[GgufHeader]) -> dict[str, StoredTensor]:
-    """Return every tensor of a model by its name. Raise `CheckpointError`, with file and tensor, if a table of tensors
-    is inconsistent."""
+    """Return every tensor of a GGUF model by its name. Raise `CheckpointError`, with file and tensor, if a file's table
+    of tensors is inconsistent."""
     tensors: dict[str, StoredTensor] = {}
     for header in headers:
         for tensor in _tensors(header):
@@ -77,7 +77,8 @@ def index_gguf(headers: list[GgufHeader]) -> dict[str, StoredTensor]:
 
 
 def _tensors(header: GgufHeader) -> Iterator[StoredTensor]:
-    """Yield the tensors of one file. Each must begin at the next aligned offset after the one before it."""
+    """Yield the tensors of one GGUF file. Raise `CheckpointError` unless each begins at the next aligned offset after
+    the previous tensor."""
     path, size = header.path, header.identity.nbytes
     end, before = header.data_offset, "the header"
     for entry in header.tensors:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Lease(NamedTuple):
-    """The right to use a host slot, which cannot be evicted until the lease ends."""
+    """The right to use a slot of the host tier. The slot cannot be evicted until the lease ends."""
 
     key: ExpertKey
     slot: int
@@ -85,7 +85,7 @@ class HostTier:
                 self._lock.wait()
 
     def has(self, key: ExpertKey) -> bool:
-        """Return whether the expert is present or is being read."""
+        """Return whether the expert is in a host slot or is being read into one."""
         with self._lock:
             return key in self._slots
 

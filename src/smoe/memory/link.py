@@ -48,23 +48,24 @@ class Link(Protocol):
         """Copy `source` (uint8 [n], on the host) to `target` on the device, and return when the copy is complete. The
         copy starts after the ticket's `free_event`.
 
-        Calls `between` between two chunks, and `ticket.order` as soon as the device itself can wait for the end.
+        Calls `between` between two chunks, so that a more urgent copy can go first. Calls `ticket.order` as soon as the
+        device itself can wait for the end of the copy.
         """
 
     def mark_free(self) -> Any:
-        """Return an event after which slots that have been released so far may be overwritten; None if they may be
-        overwritten now."""
+        """Return an event after which the slots released until now may be overwritten; None if they may be overwritten
+        at once."""
 
     def measured(self) -> Iterator[tuple[float, int]]:
-        """Yield (seconds, bytes) for every copy completed since the last call. The seconds do not include waiting for
-        other copies."""
+        """Yield (seconds, bytes) for every copy completed since the last call. The seconds do not include the time in
+        which the copy waited for other copies."""
 
     def close(self) -> None: ...
 
 
 class CudaLink:
-    """A GPU's link, with a copy stream of its own. Reading threads wait for their copies; the computing thread never
-    waits."""
+    """The link between the host and a GPU, with a copy stream of its own. Reading threads wait for their copies; the
+    computing thread never waits."""
 
     def __init__(self, streams: Streams, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._streams = streams
@@ -97,7 +98,8 @@ class CudaLink:
         self._timed.append((seconds, nbytes))
 
     def _enqueue(self, source: torch.Tensor, target: torch.Tensor, free_event: Any) -> tuple[Event, Event]:
-        """Enqueue a copy with an event before and one after it; no other thread can enqueue anything between these."""
+        """Enqueue a copy, with one event before and one event after the copy, and return both events. No other thread
+        can enqueue anything between the events."""
         with self._enqueuing:
             if free_event is not None:
                 self._streams.hold_copying(free_event)

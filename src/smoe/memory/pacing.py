@@ -11,9 +11,10 @@ Clock = Callable[[], float]
 
 
 class Pacing:
-    """How time passes in real time: the methods do nothing. An emulation overrides them.
+    """The interface by which the engine reports its work to an emulated device. In real time, the methods of this class
+    do nothing; an emulation overrides them.
 
-    If a device `has_times_of_its_own`, code that computes calls these methods to report what it has computed, and when
+    If a device `has_times_of_its_own`, code that computes reports through these methods what it has computed, and when
     the work began on the real clock. An emulation then waits until the work would have ended on the emulated device
     (`runtime/paced.py`).
     """
@@ -41,23 +42,24 @@ class Pacing:
         tokens."""
 
     def leave_experts(self) -> None:
-        """Report that a layer's experts are done and the next layer begins."""
+        """Report that the device has computed a layer's experts, so that the next layer begins."""
 
     def compute_experts(self, began: float, rows: list[int]) -> None:
-        """Report that the device has computed one expert for each entry of `rows`, each for that number of tokens."""
+        """Report that the device has computed several experts. `rows` has one entry for each expert: its number of
+        tokens."""
 
     def look_ahead(self, began: float, tokens: int) -> None:
-        """Report that the device has run the attention and router of another layer."""
+        """Report that the device has run the attention and router of another layer, which predicts experts."""
 
     def ask_gate(self, began: float) -> None:
-        """Report that the device has run the router of another layer."""
+        """Report that the device has run the router of another layer, which predicts experts."""
 
     def begin_planning(self) -> float:
         """Report that a decision in Python begins. Return the argument for `end_planning`."""
         return 0.0
 
     def end_planning(self, began: float) -> None:
-        """Report that the decision has ended; `began` is the result of `begin_planning`."""
+        """Report that a decision in Python has ended; `began` is the result of `begin_planning`."""
 
     def computing_on_host(self, rows: int) -> AbstractContextManager[object]:
         """Return a context for the time in which the CPU computes one expert for `rows` tokens."""

@@ -31,7 +31,7 @@ class PageRegistry(Protocol):
         """Lock the pages of a range of memory. Return 0, or the driver's error number."""
 
     def unregister(self, address: int) -> None:
-        """Unlock the range of memory that was locked at this address."""
+        """Unlock the range of memory that was locked at the address `address`."""
 
     def forget_error(self) -> None:
         """Clear the driver's record of its last error."""

@@ -53,7 +53,7 @@ _FORMS: Mapping[str, Format] = ChainMap(PLAIN, FORMATS)  # plug-ins add formats
 
 
 class StoredMatrix(NamedTuple):
-    """One matrix of every expert of a layer, in the format that the file has."""
+    """One matrix of every expert of a layer, in the quantized format of the file."""
 
     name: str
     """The name of the expert's part, and the number of the matrix in it, as in `gate_up_proj.0`."""
@@ -68,8 +68,8 @@ class StoredMatrix(NamedTuple):
 
 
 class QuantisedStore(ExpertStore):
-    """The locations of experts in quantized formats. `dtype`: the safetensors name of the dtype that biases have in
-    slots.
+    """Finds the byte ranges of experts that are stored in quantized formats. `dtype`: the safetensors name of the dtype
+    that biases have in slots.
 
     Raises `CheckpointError` if experts of a layer have different formats, or a matrix has an unknown format.
     """
@@ -115,7 +115,8 @@ class QuantisedStore(ExpertStore):
         return SlotLayout(reads, parts, tuple(pieces), nbytes, self._layout_of(layer, parts), target)
 
     def _biases_along(self, layer: int, expert: int) -> dict[str, StoredTensor]:
-        """Return the biases that are read together with the matrices: those of packs in the model's dtype."""
+        """Return the biases that are read directly into the slot together with the matrices. They are in files written
+        by `smoe pack`, in the model's dtype."""
         sources = self.layers[layer].sources[expert]
         stored = {part.name: sources[part.name][0] for part in filter(_is_bias, self.layers[layer].parts)}
         return {name: each for name, each in stored.items() if each.is_packed and each.dtype == self.dtype}
@@ -138,8 +139,8 @@ class QuantisedStore(ExpertStore):
         return SlotLayout((), parts, tuple(pieces), target, self._layout_of(layer, parts), target)
 
     def _bias(self, layer: int, expert: int, part: Part, target: int) -> list[StoredRun]:
-        """Return the chunks of an expert's bias. Its stored tensors are placed one after the other in the slot, from
-        `target` on."""
+        """Return the chunks in which an expert's bias is read through the staging buffer. The bias's stored tensors
+        follow each other in the slot, from offset `target` on."""
         pieces: list[StoredRun] = []
         for tensor in self.layers[layer].sources[expert][part.name]:
             pieces += pieces_of(tensor, target, self.item_bytes)
@@ -168,7 +169,8 @@ def is_quantised(layers: Mapping[int, StoredLayer]) -> bool:
 
 
 def is_in_pieces(matrix: StoredTensor) -> bool:
-    """Return whether a matrix is stored as separate codes and scales, which are joined to blocks while it is loaded."""
+    """Return whether a matrix is stored as separate codes and scales, which are joined to blocks while the matrix is
+    loaded."""
     return bool(matrix.made_of) and all(each.arrangement is not None for each in matrix.made_of)
 
 
@@ -193,21 +195,21 @@ def _is_bias(part: Part) -> bool:
 def _named(
     parts: Sequence[Part], sources: Mapping[str, tuple[StoredTensor, ...]]
 ) -> Iterator[tuple[str, str, StoredTensor]]:
-    """Yield (name in the slot, part, tensor) for every stored tensor of an expert. The name is the part's with a
-    number."""
+    """Yield (name in the slot, name of the weight, tensor) for every stored tensor of an expert. The name in the slot
+    is the weight's name with a number."""
     for part in parts:
         for n, tensor in enumerate(sources[part.name]):
             yield f"{part.name}.{n}", part.name, tensor
 
 
 def _aligned(offset: int) -> int:
-    """Return the smallest offset in a slot, not below `offset`, at which a part may begin."""
+    """Return the smallest offset in a slot, not below `offset`, at which a weight may begin."""
     return -(-offset // MATRIX_ALIGNMENT) * MATRIX_ALIGNMENT
 
 
 def _ingredients(matrix: StoredTensor, stored: StoredMatrix, target: int) -> Iterator[StoredRun]:
-    """Yield the chunks of a matrix that is placed in the slot from `target` on. Each stored tensor has its own
-    conversion; a matrix stored as blocks is only copied."""
+    """Yield the chunks of a matrix that begins at offset `target` of the slot. Each stored tensor of the matrix has its
+    own conversion; a matrix stored as blocks is only copied."""
     if not matrix.made_of:
         block = stored.form.nbytes
         yield from arranged_pieces(matrix, target, Spread(block, block))

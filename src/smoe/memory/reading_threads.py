@@ -106,19 +106,19 @@ class Mover(Protocol):
 
     def move(self, ticket: Ticket, between: Callable[[], None] | None) -> int:
         """Move the expert of a ticket into its slot, and return the number of bytes read from disk. May call
-        `ticket.order` earlier; `between` is called between two chunks."""
+        `ticket.order` before the move is complete. Calls `between` between two chunks."""
 
     def mark_free(self) -> Any:
-        """Return an event after which slots that have been released so far may be overwritten (None on a CPU)."""
+        """Return an event after which the slots released until now may be overwritten (None on a CPU)."""
 
     def close(self) -> None: ...
 
 
 class Transfers:
-    """The reading threads and their two queues, which use one mover.
+    """The reading threads and the two queues of loads that they execute.
 
-    Only the computing thread calls `submit`, `urge` and `cancel`. They take no lock, because deques are atomic; a queue
-    with one entry per ticket wakes idle threads.
+    Only the computing thread calls `submit`, `urge` and `cancel`. These methods take no lock, because deques are
+    atomic. Idle threads wait at a third queue, which gets one entry per ticket.
     """
 
     def __init__(self, mover: Mover, threads: int, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -202,8 +202,8 @@ class Transfers:
                 self._run(ticket)
 
     def _next(self) -> Ticket | None:
-        """Return the most urgent ticket. None if both queues are empty, because another thread took the ticket or it
-        was cancelled."""
+        """Return the most urgent ticket. Return None if both queues are empty, because another thread took the ticket
+        or the ticket was cancelled."""
         for queue in (self._demand, self._prefetch):
             with suppress(IndexError):
                 return queue.popleft()
@@ -230,8 +230,8 @@ class Transfers:
         ticket.finish(TicketState.DONE if error is None else TicketState.FAILED, error)
 
     def _serve_demand(self) -> None:
-        """Execute all queued demand loads between two chunks of another load. Threads that are woken for these loads
-        later find no ticket."""
+        """Execute all queued demand loads, between two chunks of another load. A thread that wakes up later for one of
+        these loads finds no ticket."""
         while True:
             try:
                 ticket = self._demand.popleft()

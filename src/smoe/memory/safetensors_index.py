@@ -31,7 +31,7 @@ _PACKED_DTYPES = ("F4", "F6_E2M3", "F6_E3M2")
 
 
 class Ingredient(NamedTuple):
-    """One of the stored tensors from which a quantized matrix in a slot is made, such as its codes or its scales."""
+    """A stored tensor that is part of a quantized matrix, for example the matrix's codes or its scales."""
 
     tensor: StoredTensor
     place: int
@@ -68,7 +68,7 @@ class StoredTensor:
 def index_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     """Return every tensor of the checkpoint in `folder` by its name.
 
-    Raises `CheckpointError` if files are missing, truncated or contradict each other.
+    Raises `CheckpointError` if files are missing or truncated, or contradict each other.
     """
     tensors: dict[str, StoredTensor] = {}
     for path in shard_paths(folder):

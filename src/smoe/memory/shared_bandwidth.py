@@ -21,7 +21,7 @@ _ROUNDING_SECONDS = 1e-9
 
 
 class Flow:
-    """The reading of a number of bytes of memory by one piece of work."""
+    """Memory traffic of one piece of work: a number of bytes that it reads at a certain rate."""
 
     def __init__(self, rate: float, nbytes: float) -> None:
         self.rate = rate
@@ -33,7 +33,7 @@ class Flow:
 
 
 class SharedBandwidth:
-    """Divides `bytes_per_second` of memory bandwidth among flows of any threads."""
+    """Divides a memory bandwidth of `bytes_per_second` among flows of any threads."""
 
     def __init__(self, bytes_per_second: float) -> None:
         self._total = bytes_per_second
@@ -44,8 +44,8 @@ class SharedBandwidth:
 
     @contextmanager
     def reading(self, rate: float, nbytes: float) -> Iterator[Flow]:
-        """Emulate the reading of `nbytes` at `rate` bytes per second or slower during the `with` block. At its end,
-        wait until the bytes would have been read."""
+        """Emulate reading `nbytes` at `rate` bytes per second or slower, during the `with` block. At its end, wait
+        until the bytes would have been read."""
         flow = Flow(rate, nbytes)
         with self._changed:
             self._move_on()
@@ -69,11 +69,12 @@ class SharedBandwidth:
                 self._move_on()
 
     def _share(self) -> float:
-        """Return the factor, up to 1, by which every flow's rate is multiplied at present."""
+        """Return the factor, at most 1, by which the rate of every flow is currently multiplied."""
         return min(1.0, self._total / sum(flow.rate for flow in self._flows))
 
     def _move_on(self) -> None:
-        """Compute the state of the flows at the current time, from the end of one flow to the end of the next."""
+        """Update the remaining bytes of all flows to the current time. The rates change whenever a flow ends, so the
+        update goes from one end to the next."""
         now = time.perf_counter()
         while self._flows:
             share = self._share()

@@ -54,8 +54,8 @@ def page_ceil(count: int) -> int:
 
 
 class Read(NamedTuple):
-    """One read from disk: `file[offset : offset + nbytes]` into the buffer at `target`. These three numbers are
-    multiples of the page size.
+    """One read from disk: `file[offset : offset + nbytes]` into a buffer, from the buffer's offset `target` on.
+    `offset`, `nbytes` and `target` are multiples of `PAGE`.
 
     At least `need` bytes must arrive. Fewer than `nbytes` arrive only at the end of the file.
     """
@@ -68,7 +68,7 @@ class Read(NamedTuple):
 
 
 class StoredRun(NamedTuple):
-    """A chunk of one stored tensor that is read into a staging buffer, and copied or converted from there into the
+    """A chunk of one stored tensor. It is read into a staging buffer, and copied or converted from there into the
     slot."""
 
     read: Read
@@ -111,7 +111,7 @@ class SlotLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """One weight that every expert of a layer has. Its shapes have no expert dimension."""
+    """One weight tensor that every expert of a layer has. Its shapes have no expert dimension."""
 
     name: str
     shape: tuple[int, ...]
@@ -129,10 +129,10 @@ class Part:
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """The routed experts of one layer. `sources[expert][part]` are the stored tensors of a part, in the order of its
-    rows.
+    """The routed experts of one layer. `sources[expert][name]` are the stored tensors that together form the weight
+    `name`, in the order of its rows.
 
-    Raises `CheckpointError` if the tensors do not have the shapes of the parts.
+    Raises `CheckpointError` if the tensors do not have the shapes in `parts`.
     """
 
     layer: int
@@ -152,8 +152,9 @@ class StoredLayer:
 class ExpertStore:
     """The slot layouts of all routed experts of one checkpoint, or of one packed file, in one dtype.
 
-    `dtype`: the safetensors name of the dtype in slots; `item_bytes`: the size of an element. `alignment`: the bytes by
-    which the device's kernels need the address of a weight aligned (None: what the CPU needs).
+    `dtype`: the safetensors name of the dtype in slots; `item_bytes`: the size of an element. `alignment`: the
+    alignment in bytes that the device's kernels need for the address of a weight; None: the alignment that the CPU's
+    kernels need.
     """
 
     def __init__(self, layers: Mapping[int, StoredLayer], dtype: str, alignment: int | None = None) -> None:
@@ -182,7 +183,8 @@ class ExpertStore:
         return [(n, e) for n in sorted(self.layers) for e in range(self.layers[n].experts)]
 
     def placement(self, layer: int, expert: int) -> SlotLayout:
-        """Return how an expert is read into a slot."""
+        """Return how an expert is read into a slot: its reads, the offsets of its weights, and the chunks that are
+        converted."""
         return self._placements[layer, expert]
 
     def reads(self, layer: int, expert: int) -> list[Read]:
@@ -201,8 +203,8 @@ class ExpertStore:
     def _check_parts(
         self, layer: int, expert: int, parts: Iterable[Part], placement: SlotLayout, buffer: memoryview
     ) -> None:
-        """Raise `CheckpointError` if some of an expert's parts contain NaN or infinity. These parts must have the dtype
-        of slots."""
+        """Raise `CheckpointError` if one of the weights `parts` of an expert contains NaN or infinity. These weights
+        must have the dtype of slots."""
         for part in parts:
             weights = np.frombuffer(buffer, _BITS[self.item_bytes], _elements(part.shape), placement.parts[part.name])
             if is_finite(weights, self.dtype):
@@ -215,8 +217,8 @@ class ExpertStore:
             )
 
     def tensor_at(self, layer: int, expert: int, part: str, element: int) -> StoredTensor:
-        """Return the stored tensor that contains an element of a part. Elements are counted row by row through the
-        part."""
+        """Return the stored tensor that contains element number `element` of an expert's weight `part`. Elements are
+        counted row by row through the whole weight."""
         for tensor in self.layers[layer].sources[expert][part]:
             if element < _elements(tensor.shape):
                 return tensor
@@ -271,9 +273,9 @@ def is_finite(bits: npt.NDArray[np.unsignedinteger[Any]], dtype: str) -> bool:
     """Return whether weights contain neither NaN nor infinity. `bits`: the weights' bits as unsigned integers; `dtype`:
     their safetensors dtype.
 
-    Two maxima suffice, without a copy: as unsigned numbers, negative non-finite values are the largest; as signed
-    numbers, positive non-finite values are. It takes 0.25 ms for an expert of 9.4 MB and releases the interpreter lock
-    (docs/log/kernels.md).
+    The check compares two maxima, without a copy. As unsigned integers, negative non-finite values are the largest; as
+    signed integers, positive non-finite values are. It takes 0.25 ms for an expert of 9.4 MB and releases the
+    interpreter lock (docs/log/kernels.md).
     """
     infinity, sign = _INFINITY[dtype], 1 << (8 * bits.itemsize - 1)
     signed = bits.view(np.int16 if bits.itemsize == 2 else np.int32)
@@ -281,8 +283,8 @@ def is_finite(bits: npt.NDArray[np.unsignedinteger[Any]], dtype: str) -> bool:
 
 
 def _check_part(whose: str, part: Part, tensors: Sequence[StoredTensor]) -> None:
-    """Raise `CheckpointError` unless the tensors, concatenated, have the part's shape. The number of elements is not
-    enough, because a transposed matrix has the same number."""
+    """Raise `CheckpointError` unless the tensors, concatenated, have the shape of the weight `part`. Comparing only the
+    number of elements would accept a transposed matrix."""
     shape = part.stored_shape
     for tensor in tensors:
         if tensor.dtype not in (*EXPERT_DTYPES, *FORMATS):
@@ -330,8 +332,8 @@ def arranged_pieces(tensor: StoredTensor, target: int, arrangement: SlotArrangem
 
 
 def _piece(tensor: StoredTensor, begin: int, most: int) -> tuple[Read, int, int]:
-    """Return the read for a chunk of a tensor that begins at byte `begin`, the chunk's offset in the staging buffer,
-    and its size in bytes."""
+    """Return how a chunk of a tensor is read: the read from disk, the chunk's offset in the staging buffer, and its
+    size in bytes. The chunk begins at byte `begin` of the tensor."""
     offset, nbytes = tensor.offset + begin, min(most, tensor.nbytes - begin)
     shift = offset % PAGE
     return Read(tensor.path, offset - shift, page_ceil(shift + nbytes), 0, shift + nbytes), shift, nbytes
@@ -352,8 +354,8 @@ def _elements(shape: Sequence[int]) -> int:
 
 
 def _joined(tensors: Sequence[StoredTensor], dtype: str) -> tuple[Path, int, int] | None:
-    """Return the byte range that tensors fill together. None if they do not follow each other in one file, or are not
-    of the dtype `dtype`."""
+    """Return the byte range that tensors fill together. Return None if the tensors do not follow each other in one
+    file, or if a tensor has another dtype than `dtype`."""
     first = tensors[0]
     end = first.offset
     for tensor in tensors:
@@ -364,7 +366,8 @@ def _joined(tensors: Sequence[StoredTensor], dtype: str) -> tuple[Path, int, int
 
 
 def runs_of(spans: Sequence[tuple[Path, int, int]]) -> list[tuple[Path, int, int]]:
-    """Return byte ranges in the order of the file, after joining ranges that follow each other directly."""
+    """Return the byte ranges `spans` in the order of the files, after joining ranges that follow each other
+    directly."""
     merged: list[tuple[Path, int, int]] = []
     for path, offset, length in sorted(spans):
         if merged and merged[-1][0] == path and merged[-1][1] + merged[-1][2] == offset:
@@ -375,8 +378,8 @@ def runs_of(spans: Sequence[tuple[Path, int, int]]) -> list[tuple[Path, int, int
 
 
 def reads_of(runs: Sequence[tuple[Path, int, int]]) -> tuple[tuple[Read, ...], list[int]]:
-    """Return page-aligned reads that cover byte ranges one after the other, and the offset of each range in the
-    buffer."""
+    """Return page-aligned reads that bring the byte ranges `runs` into a buffer, one after the other, and the offset of
+    each range in the buffer."""
     reads: list[Read] = []
     starts: list[int] = []
     target = 0
@@ -390,8 +393,8 @@ def reads_of(runs: Sequence[tuple[Path, int, int]]) -> tuple[tuple[Read, ...], l
 
 
 def locate(span: tuple[Path, int, int], runs: Sequence[tuple[Path, int, int]], starts: Sequence[int]) -> int:
-    """Return the buffer offset of a span of the file, which is within one of the ranges `runs`. `starts`: the buffer
-    offsets of these ranges."""
+    """Return the buffer offset of the byte range `span`, which is within one of the ranges `runs`. `starts`: the buffer
+    offsets of `runs`."""
     path, offset, length = span
     for (run_path, run_offset, run_length), start in zip(runs, starts, strict=True):
         if run_path == path and run_offset <= offset and offset + length <= run_offset + run_length:

@@ -28,7 +28,8 @@ class StoredRows:
         self._check()
 
     def read(self, rows: Sequence[int]) -> np.ndarray:
-        """Return rows of the matrix as uint8 [n, bytes of a row]. Raise `CheckpointError` if the file has changed."""
+        """Return the rows with the indices `rows` as uint8 [n, bytes of a row]. Raise `CheckpointError` if the file has
+        changed."""
         self._check()
         out = np.empty((len(rows), self.row_bytes), np.uint8)
         for row, to in zip(rows, out, strict=True):

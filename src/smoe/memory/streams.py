@@ -27,23 +27,23 @@ class Event(Protocol):
 
 class Streams(Protocol):
     """The device's queues for computing and for copying. Only the computing thread calls `mark_computing` and
-    `hold_computing`; reading threads call the other methods, one thread at a time."""
+    `hold_computing`. Reading threads call the other methods, one thread at a time."""
 
     def mark_computing(self) -> Event:
-        """Return an event that occurs after everything enqueued for computing so far."""
+        """Return an event that occurs when all work enqueued for computing until now is done."""
 
     def hold_computing(self, event: Any) -> None:
-        """Make everything that is enqueued for computing from now on wait for an event."""
+        """Make all work that is enqueued for computing after this call wait for an event."""
 
     def hold_copying(self, event: Any) -> None:
-        """Make everything that is enqueued for copying from now on wait for an event."""
+        """Make all copies that are enqueued after this call wait for an event."""
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> tuple[Event, Event]:
-        """Enqueue a copy of `source` (uint8 [n], on the host) to `target`. Return the events directly before and after
-        the copy."""
+        """Enqueue a copy of `source` (uint8 [n], on the host) to `target`. Return two events: one directly before the
+        copy and one directly after it."""
 
     def finish_copying(self) -> None:
-        """Block until all copies are done."""
+        """Block until all enqueued copies are done."""
 
 
 class CudaStreams:

@@ -29,8 +29,8 @@ def read_bytes(tensor: StoredTensor) -> torch.Tensor:
 
 
 def assembled(matrix: StoredTensor) -> torch.Tensor:
-    """Return a matrix with separate codes and scales as the blocks that it becomes in a slot: uint8 [outputs, bytes of
-    a row]."""
+    """Return a matrix that is stored as separate codes and scales, in the blocks that it has in a slot: uint8 [outputs,
+    bytes of a row]."""
     form = FORMATS[matrix.dtype]
     found = torch.empty(matrix.shape[0], form.row_bytes(matrix.shape[1]), dtype=torch.uint8)
     slot = found.view(-1).numpy().data

@@ -68,8 +68,8 @@ class WindowsFile:
         os.close(self.descriptor)
 
     def _nothing(self, code: int) -> int:
-        """Return 0 for a read that failed because it began at the end of the file. Raise `OSError` for other
-        failures."""
+        """Return 0, the number of bytes, for a read that failed because it began at the end of the file. Raise
+        `OSError` for other failures."""
         if code == k32.ERROR_HANDLE_EOF:
             return 0
         raise self._system.error(code)

@@ -42,7 +42,8 @@ class Calibration:
             file.write(top_k_index.detach().cpu().numpy().astype(np.int32).tobytes())
 
     def compensations(self, layer: int, expert: int, parameters: Mapping[str, torch.Tensor]) -> dict[str, Compensation]:
-        """Return how rounding errors are compensated in the two matrices of an expert, by part name.
+        """Return, by name, a rule for each of the two matrices of an expert: how rounding errors of its columns are
+        compensated.
 
         `parameters`: the expert's weights in transformers' layout, [1, ...].
         """
@@ -78,15 +79,15 @@ class LayerInputs:
         return moments(self._hidden)
 
     def of(self, expert: int) -> torch.Tensor:
-        """Return the rows that are routed to an expert, [n, H] in float32. n may be 0."""
+        """Return the input rows that are routed to an expert, [n, H] in float32. n may be 0."""
         return self._hidden[(self._index == expert).any(1)].float()
 
 
 def activated(
     module: nn.Module, inputs: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the inputs [n, I] of an expert's second product. `inputs` [n, H] and `weights` are those of its first
-    product."""
+    """Return the inputs [n, I] of an expert's second matrix product. `inputs` [n, H], `weights` and `bias` are those of
+    the first product."""
     is_transposed, has_gate = bool(module.is_transposed), bool(getattr(module, "has_gate", True))
     wide = inputs @ (weights if is_transposed else weights.t())
     if bias is not None:

@@ -50,11 +50,12 @@ def moments(inputs: torch.Tensor) -> list[torch.Tensor]:
 
 
 class Compensation:
-    """The rule by which columns of one matrix compensate for each other's rounding errors."""
+    """The rule by which later columns of one matrix compensate for the rounding errors of earlier columns."""
 
     def __init__(self, inputs: torch.Tensor, prior: Sequence[torch.Tensor] | None = None) -> None:
-        """`inputs` [n, K]: the inputs of this matrix, possibly few or none. `prior`: the moments of similar inputs, by
-        section; None: uncorrelated elements."""
+        """`inputs` [n, K]: the recorded inputs of the matrix, possibly few or none. `prior`: the second moments of
+        similar inputs, one matrix for each section of columns; None: the elements of the inputs are taken as
+        uncorrelated."""
         self._sections = []
         for n, part in enumerate(inputs.float().split(SECTION, dim=1)):
             width = part.shape[1]
@@ -67,7 +68,7 @@ class Compensation:
             self._sections.append(_ColumnSection(n * SECTION, torch.linalg.cholesky(inverse, upper=True).float()))
 
     def codes(self, numbers: torch.Tensor, grid: CodeGrid) -> torch.Tensor:
-        """Return the codes [N, K] of a matrix [N, K] for the values in `grid`."""
+        """Return codes [N, K] for the matrix `numbers` [N, K], whose codes stand for the values in `grid`."""
         found = []
         for begin, upper in self._sections:
             own = slice(begin, begin + len(upper))

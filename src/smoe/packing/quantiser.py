@@ -33,7 +33,7 @@ _TINY = 1e-30
 
 
 class _Search(NamedTuple):
-    """How scale and minimum of a group are searched."""
+    """The parameters of the search for the scale and minimum of a group."""
 
     widths: tuple[float, ...]
     """The widths of the first grids, relative to a group's whole range."""
@@ -54,8 +54,8 @@ def quantised(
     """Return `weights` [outputs, columns] quantized to uint8 [outputs, bytes of a row], and the total squared error of
     the weights.
 
-    A `compensation` makes this error larger, and the error of the outputs smaller. Raises `OverflowError` if a scale
-    exceeds fp16.
+    With a `compensation`, the error of the weights is larger and the error of the matrix's outputs is smaller. Raises
+    `OverflowError` if a scale exceeds fp16.
     """
     rows = max(1, (_PIECE_NUMBERS if compensation is None else _SWEEP_NUMBERS) // weights.shape[1])
     pieces, error = [], 0.0
@@ -91,7 +91,7 @@ def _blocks(weights: torch.Tensor, form: Format) -> Blocks:
 
 
 def _symmetric(blocks: torch.Tensor) -> Blocks:
-    """Return blocks quantized to eight bits, signed, with values around zero."""
+    """Return blocks quantized to signed 8-bit codes, whose values are symmetric around zero."""
     scale = _half(blocks.abs().amax(1, keepdim=True) / 127)
     codes = (blocks / scale.clamp_min(_TINY)).round().clamp(-127, 127)
     return Blocks(codes.to(torch.int8).numpy(), scale[:, 0].half().numpy())
@@ -105,8 +105,8 @@ def _with_minimum(blocks: torch.Tensor, most: int) -> Blocks:
 
 
 def _with_group_scales(blocks: torch.Tensor, form: Format) -> Blocks:
-    """Return blocks quantized to two bits. Each group of a block has a scale and a minimum of 4 bits each, relative to
-    those of the block."""
+    """Return blocks quantized to two bits. Each group of a block has a scale and a minimum of 4 bits each, which are
+    multiplied by the block's scale and minimum."""
     groups = len(form.groups)
     of_groups = blocks.view(len(blocks), groups, -1)
     steps, lowest = (each.view(-1, groups, 1) for each in _fitted(of_groups.flatten(0, 1), form.most))
@@ -130,8 +130,8 @@ def _with_group_scales(blocks: torch.Tensor, form: Format) -> Blocks:
 
 
 def _around_zero(blocks: torch.Tensor, form: Format) -> Blocks:
-    """Return blocks quantized to three bits without minimum. There is one code more below zero than above. So the sign
-    of a group's 6-bit scale is chosen to put the group's largest number there."""
+    """Return blocks quantized to three bits, without a minimum. There is one code more below zero than above zero. So
+    the sign of a group's 6-bit scale is chosen to map the number with the largest magnitude to the lowest code."""
     of_groups = blocks.view(len(blocks), len(form.groups), -1)
     steps = _fitted_around_zero(of_groups, form.zero)
     largest = steps.gather(1, steps.abs().argmax(1, keepdim=True))
@@ -150,8 +150,9 @@ def _around_zero(blocks: torch.Tensor, form: Format) -> Blocks:
 
 
 def _best_nearby(of_groups: torch.Tensor, scale: torch.Tensor, scales: torch.Tensor, form: Format) -> torch.Tensor:
-    """Return for every group its scale code, or a neighbouring code with a smaller error. If one group of a block has
-    large numbers, the scale codes of the others are small, and the nearest code is not always the best."""
+    """Return a scale code for every group: the code in `scales` or a neighbouring code, whichever has the smallest
+    error. If one group of a block has large numbers, the scale codes of the other groups are small, and the nearest
+    code is not always the best."""
     best: tuple[torch.Tensor, ...] | None = None
     for step in (0, -1, 1):
         tried = (scales + step).clamp(-form.scale_zero, form.scale_zero - 1)
@@ -175,8 +176,8 @@ def _divisor(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _fitted(groups: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scale and minimum, both [N, 1], of groups [N, n] for codes from 0 to `most`: those with the smallest error
-    in the search."""
+    """Return the scale and the minimum, both [N, 1], of groups [N, n] for codes from 0 to `most`. They have the
+    smallest error among the candidates of the search."""
     search = _SEARCHES[most.bit_length()]
     low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
     best: tuple[torch.Tensor, ...] | None = None
@@ -193,8 +194,8 @@ def _fitted(groups: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _fitted_around_zero(groups: torch.Tensor, zero: int) -> torch.Tensor:
-    """Return the scale [..., 1] of groups [..., n] for codes from -zero to zero - 1: the one with the smallest error in
-    the search. It may be negative."""
+    """Return the scale [..., 1] of groups [..., n] for codes from -zero to zero - 1. It has the smallest error among
+    the candidates of the search, and may be negative."""
     search = _SEARCHES[(2 * zero - 1).bit_length()]
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     best: tuple[torch.Tensor, ...] | None = None
@@ -209,7 +210,8 @@ def _fitted_around_zero(groups: torch.Tensor, zero: int) -> torch.Tensor:
 
 
 def _better(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return for each group the candidate with the smaller error. The first tensor of each candidate is its error."""
+    """Return for each group the candidate with the smaller error. A candidate is a sequence of tensors, of which the
+    first is the error of each group."""
     is_other = other[0] < one[0]
     return tuple(torch.where(is_other, b, a) for a, b in zip(one, other, strict=True))
 
@@ -226,8 +228,8 @@ def _line(numbers: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> tu
 
 
 def _slope(numbers: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, over: tuple[int, ...]) -> torch.Tensor:
-    """Return the slope of the least squares line through zero and the points (code, number). If all codes are zero, it
-    is `scale`."""
+    """Return the slope of the least squares line through zero and the points (code, number). If all codes are zero,
+    return `scale`."""
     spread = codes.square().sum(over, keepdim=True)
     return torch.where(spread > 0, (codes * numbers).sum(over, keepdim=True) / spread.clamp_min(_TINY), scale)
 

@@ -46,12 +46,12 @@ def pack(
     calibration: Calibration | None = None,
 ) -> list[dict[str, Any]]:
     """Write the experts of a checkpoint (a folder or a GGUF file) into one file (`Contents.path`). Return the records
-    of its layers.
+    of the file's layers.
 
-    `progress(done, total)` counts experts; one of them is in memory at a time. With a `calibration`, which `contents`
-    must name, experts are quantized for its inputs. After an interruption the next call resumes from the `.partial`
-    file. Raises the errors of `check_places` before it begins. Raises `DiskSpaceError` if the disk becomes full, and
-    `CheckpointError` for an expert with NaN or infinity, or while another process writes the same file.
+    `progress(done, total)` counts experts; one expert at a time is in memory. With a `calibration`, which `contents`
+    must name, experts are quantized for its inputs. After an interruption, the next call resumes from the `.partial`
+    file. Raises the errors of `check_places` before it begins. Raises `DiskSpaceError` if the disk becomes full. Raises
+    `CheckpointError` for an expert with NaN or infinity, and if another process writes the same file.
     """
     check_places(place, [contents])
     path, header = contents.path(place), header_bytes(contents.header(place))
@@ -79,8 +79,8 @@ def pack(
 def check_places(place: Path, wanted: Sequence[Contents]) -> None:
     """Raise the errors that would stop packing, before hours of work are done.
 
-    `DiskSpaceError`: the disk is too small, where bytes that interrupted runs have written count as present.
-    `CheckpointError`: a file that is no packed file has a required name, or no folder is writable.
+    `DiskSpaceError`: the disk is too small, even counting the bytes that interrupted runs have written.
+    `CheckpointError`: a file with a required name exists but is no packed file, or no folder is writable.
     """
     needed = 0
     for contents in wanted:
@@ -121,7 +121,8 @@ def _write_layers(
     records: list[dict[str, Any]],
     progress: Callable[[int, int], None],
 ) -> None:
-    """Write the experts of layers that have no record, and add their records. The header has `start` bytes."""
+    """Write the experts of all layers that have no record yet, and add the records of these layers to `records` and to
+    the file `notes`. `start`: the size of the header in bytes."""
     contents = experts.contents
     done = sum(site.experts for site in contents.sites[: len(records)])
     file.truncate(start + done * contents.stride)
@@ -207,7 +208,7 @@ def _record(site: ExpertsSite, digest: str, errors: list[float], contents: Conte
 
 
 class _Experts(NamedTuple):
-    """The contents of the file to write, and the stored tensors from which its experts are made."""
+    """The description of the packed file, and the stored tensors from which its experts are made."""
 
     contents: Contents
     sources: Mapping[int, StoredLayer]
@@ -215,7 +216,8 @@ class _Experts(NamedTuple):
 
 
 def _expert(experts: _Experts, layer: int, expert: int, errors: list[float]) -> bytes:
-    """Return the bytes of an expert. Add the squared error and the squared norm of its weights to the two `errors`."""
+    """Return the bytes of an expert for the packed file. Add the squared error and the squared norm of its weights to
+    the two entries of `errors`."""
     contents, calibration = experts.contents, experts.calibration
     if contents.is_as_stored:
         return _expert_as_stored(experts, layer, expert)
