@@ -28,8 +28,8 @@ def activations_of(config: EngineConfig, dtype: torch.dtype, device: torch.devic
 
 
 def on_workers(config: EngineConfig) -> str:
-    """Return the type of activations (`BF16` or `INT8`) for machines that compute one model together. The setting
-    decides, because all machines must compute the same bits."""
+    """Return the type of activations (`BF16` or `INT8`) for machines that compute one model together. It depends only
+    on the setting and not on the machine, because all machines must compute the same bits."""
     return BF16 if config.activations == AUTO else config.activations
 
 

@@ -68,8 +68,8 @@ def assemble(
     draft: DraftRouting | None = None,
     on_host_tier: Callable[[int], None] | None = None,
 ) -> OffloadedModel:
-    """Connect an engine to `model`, which was built without experts, and return the same object. Raises the errors of
-    `open_parts`."""
+    """Build an engine, connect it to `model`, which was built without experts, and return the same model object. Raises
+    the errors of `open_parts`."""
     with ExitStack() as made:  # closed in reverse order if a later step fails
         parts = open_parts(model, arena, pacing, draft, resolved, divided, made, on_host_tier)
         _build(resolved, divided, parts, made)
@@ -78,7 +78,7 @@ def assemble(
 
 
 def _build(resolved: Resolved, divided: Divided, parts: Parts, made: ExitStack) -> None:
-    """Build the engine and connect it to the model."""
+    """Build the engine from `parts` and connect it to the model."""
     config, store, pacing = divided.config, resolved.stores[EXACT], parts.pacing
     rate = LoadRate(parts.transfers, parts.tiers.link)
     parts.transfers.reset()  # the proofs' loads do not count
@@ -127,7 +127,7 @@ def _executor(
 
 
 def _engine(resolved: Resolved, divided: Divided, parts: Parts, executor: LayerExecutor) -> Engine:
-    """Return the engine made of these parts."""
+    """Return the engine made of the loaded `parts` (slots, threads, predictors) and the executor of steps."""
     config, spec, ledger, store = divided.config, divided.spec, divided.ledger, resolved.stores[EXACT]
     position_bytes = spec.anatomy.kv_bytes_per_token
     reserve = Reserve(
@@ -168,15 +168,16 @@ def _eviction(divided: Divided) -> EvictionSettings:
 
 
 def _units(parts: Parts) -> dict[int, ComputeUnit]:
-    """Return the compute units of this machine that work in parallel with the device, by their number in plans
-    (`Serve.unit`)."""
+    """Return the compute units of this machine that compute experts in parallel with the device, by their number in
+    plans (`Serve.unit`)."""
     return {} if parts.host is None else {HOST: parts.host}
 
 
 def _others(
     resolved: Resolved, divided: Divided, parts: Parts, arrivals: Arrivals, rate: LoadRate, made: ExitStack
 ) -> Cluster | None:
-    """Return the cluster that the settings name, or None. `made` closes the cluster's resources."""
+    """Return the cluster of workers that the settings name, or None. `made` closes the cluster's resources if a later
+    step fails."""
     config, spec = divided.config, divided.spec
     if config.cluster is None:
         return None
@@ -225,7 +226,7 @@ def _is_preloaded(config: EngineConfig, ledger: Ledger, pacing: Pacing) -> bool:
 
 
 def _fits_whole(config: EngineConfig, ledger: Ledger, pacing: Pacing) -> bool:
-    """Return whether all experts stay in memory once they have been loaded."""
+    """Return whether the slots can hold all experts, so that every expert stays in memory once it has been loaded."""
     return ledger.cache_slots >= ledger.demand.total_experts and not pacing.is_emulated and config.keeps_experts
 
 
@@ -288,7 +289,7 @@ def _balancer(
 
 def _dense_bytes(model: PreTrainedModel, ledger: Ledger) -> int:
     """Return the bytes that transformers has allocated for non-expert weights. Raise `BudgetError` if they exceed the
-    plan."""
+    ledger's entry for weights."""
     tensors = [*model.parameters(), *model.buffers()]
     used: int = sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())  # tied weights count once
     promised = ledger.weights_bytes

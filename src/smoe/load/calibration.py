@@ -42,7 +42,7 @@ def calibrate(model: PreTrainedModel, emulation: Emulation, link: Link) -> None:
 
 
 def _host_seconds(model: PreTrainedModel, engine: Engine, guess: float) -> float:
-    """Return the seconds that one expert and one row take on the CPU of the emulated machine: on one thread, without
+    """Return the seconds that one expert takes for one row on the CPU of the emulated machine: on one thread, without
     our kernel, while other work is running. `guess` replaces the measurement if the CPU computes no experts."""
     host = engine.executor.compute.units.get(HOST)
     if host is None:

@@ -64,8 +64,8 @@ def choose_arithmetic(
     experts: Experts,
     made: ExitStack,
 ) -> ChosenArithmetic:
-    """Return the best arithmetic for the experts, and set that of the non-expert layers of `model`. `made` closes the
-    threads that compute experts."""
+    """Return the best arithmetic for the experts, and make the non-expert layers of `model` use the best arithmetic
+    too. `made` closes the threads that compute experts."""
     device, store, dtype = prover.device, prover.store, spec.dtype.torch
     may_be_ours = dtype is torch.bfloat16 and config.kernels != "torch"
     if may_be_ours and device.type == "cpu":
@@ -86,7 +86,7 @@ def choose_arithmetic(
 
 
 def is_native(spec: ModelSpec, config: EngineConfig, device: torch.device) -> bool:
-    """Return whether this machine has kernels of ours for the dtype of the model's experts."""
+    """Return whether this machine has kernels of smoe for the dtype of the model's experts."""
     activations = activations_of(config, spec.dtype.torch, device)
     return spec.dtype.torch is torch.bfloat16 and config.kernels != "torch" and widest(activations) is not None
 
@@ -99,7 +99,8 @@ def _with_the_rest(
     store: ExpertStore,
     device: torch.device,
 ) -> ChosenArithmetic:
-    """Make non-expert layers use our kernels where a test allows it. Return the result of the whole choice."""
+    """Make non-expert layers use our kernels where a test allows it. Return the arithmetic chosen for experts and for
+    non-expert layers together."""
     norms = norm.speed_up(model)
     # even on one thread our attention is several times as fast as torch's on all
     chosen, may_round = experts.spinning_pool, _may_round(config, experts, store)
@@ -125,8 +126,8 @@ def _with_the_rest(
 
 
 def _may_round(config: EngineConfig, experts: Experts, store: ExpertStore) -> bool:
-    """Return whether results may differ from torch's by rounding in other modules, because the model's experts use our
-    own order of sums or are quantized."""
+    """Return whether modules outside the experts may differ from torch by rounding. They may if the model's experts use
+    our own order of sums or are quantized."""
     chosen = experts.spinning_pool
     has_own = chosen is not None and chosen.own_order is not None
     is_asked = config.kernels == "own-order"
@@ -144,8 +145,8 @@ def _not_here(config: EngineConfig, why: str) -> ConfigError:
 
 
 def _proven(config: EngineConfig, prover: Prover, experts: Experts, made: ExitStack) -> Experts | None:
-    """Return the experts computed by our kernel. It has torch's bits if possible, else our own order of sums if the
-    settings allow it. None if neither is possible."""
+    """Return the experts with our kernel as their arithmetic: with torch's bits if possible, else with our own order of
+    sums if the settings allow it. Return None if neither is possible."""
     orders = [False] if is_supported() and config.kernels != "own-order" else []
     may_differ = config.kernels == "auto" and not config.reproducible  # measuring finds the faster one
     if may_differ or config.kernels == "own-order" or isinstance(prover.store, QuantisedStore):
@@ -161,8 +162,8 @@ def _proven(config: EngineConfig, prover: Prover, experts: Experts, made: ExitSt
 
 
 def agreeing_kernels(prover: Prover, experts: Experts, pool: SpinningPool) -> dict[Place, TokenExperts] | None:
-    """Return the kernels for few tokens, by layer and format, for those that have one. Return None if products by
-    `pool` lack the library's bits for some resident expert; one of every shape is tested."""
+    """Return the kernels for few tokens, by layer and format, for those layers and formats that have one. Return None
+    if products by `pool` lack the library's bits for a resident expert; one expert of every shape is tested."""
     found: dict[tuple[object, ...], TokenExperts | None] = {}
     for kind, (key, weights) in prover.samples(experts).items():
         math = experts.math_of(key)
@@ -184,10 +185,10 @@ def choose_way(
     always: bool,
     made: ExitStack,
 ) -> Experts:
-    """Return the experts with the fastest method for one token, and close the threads of the other methods. Takes some
-    tens of milliseconds.
+    """Return the experts with the arithmetic that is fastest for one token, and close the threads of the slower ones.
+    Takes some tens of milliseconds.
 
-    `proven`: the experts computed by our kernel, or None. `always`: choose it without measuring.
+    `proven`: the experts computed by our kernel, or None. `always`: whether to choose `proven` without measuring.
     """
     is_small = prover.store.expert_bytes < MIN_EXPERT_BYTES
     has_own_bits = proven is not None and proven.arithmetic == "own-order"
@@ -218,8 +219,8 @@ def _close(experts: Experts) -> None:
 
 
 def _seconds(experts: Experts, prover: Prover, layer: int, dtype: torch.dtype) -> float:
-    """Return the time of the experts of one decode step in one layer, in seconds, whatever the slots contain. A product
-    on all threads precedes them, as in a model."""
+    """Return the time of the experts of one decode step in one layer, in seconds. The slots may contain any experts. A
+    product on all threads precedes the experts, as in a model."""
     dense = torch.ones(1, 2048, dtype=dtype), torch.ones(2048, 2048, dtype=dtype).t()  # as in linear layers
     hidden = torch.zeros(1, experts.hidden_size(layer), dtype=dtype)
     torch.mm(*dense)

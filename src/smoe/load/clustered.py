@@ -40,8 +40,8 @@ def experts_alone(
     sizes: Sequence[tuple[int, int]],
     config: EngineConfig,
 ) -> ExpertsAlone:
-    """Return the service by which the coordinator computes experts itself. `sizes`: (number of slots, bytes per slot)
-    for each slot class of full copies."""
+    """Return the service by which the coordinator computes experts itself if its workers fail. `sizes`: (number of
+    slots, bytes per slot) for each size of full-precision experts."""
     free, _ = free_device_bytes(torch.device("cpu"))
     is_direct = reads_directly(config, store.total_bytes, free - sum(slots * each for slots, each in sizes))
     threads = config.threads or torch.get_num_threads()
@@ -65,10 +65,10 @@ class ClusterInputs(NamedTuple):
 
 
 def check_cluster(config: EngineConfig) -> None:
-    """Check the cluster's settings, before anything is read.
+    """Check the settings of the cluster, before anything is read.
 
-    Raises `ClusterError` if there is no cluster of this name. Raises `ConfigError` if pyzmq is missing, or if cluster
-    settings are given without a cluster.
+    Raises `ClusterError` if there is no cluster of this name. Raises `ConfigError` if pyzmq is missing, or if settings
+    of a cluster are given without a cluster.
     """
     if config.cluster is None:
         if config.placement is not None:
@@ -163,7 +163,8 @@ def _movable_math(
 def _furnish(
     cluster: Cluster, spec: ModelSpec, asked: ClusterInputs, math: dict[int, ExpertMath], arithmetic: str, threads: int
 ) -> None:
-    """Prepare what the cluster sends to workers, a WELCOME message and files, and the connection of the draft model."""
+    """Prepare the data that the coordinator sends to workers (a WELCOME message and files), and the connection to the
+    machine of the draft model."""
     from smoe.cluster.describing import Describer
     from smoe.cluster.draft_session import Seat
     from smoe.cluster.following import Following
@@ -196,7 +197,8 @@ def _wait_for_workers(cluster: Cluster, config: EngineConfig) -> None:
 
 
 def _most_rows(spec: ModelSpec, config: EngineConfig) -> int:
-    """Return the largest number of rows in a request to a worker. That is a prompt's chunk through one expert, or the
-    tokens of all sequences through all of their experts."""
+    """Return the largest number of rows in a request to a worker. It is the larger of two numbers: the tokens of a
+    prompt's chunk, which may all pass through one expert; and the number of sequences times the number of experts per
+    token."""
     piece = min(config.prefill_tokens, spec.context_tokens * config.max_sequences)
     return max(piece, config.max_sequences * max(spec.anatomy.top_k.values()))

@@ -25,12 +25,12 @@ _PLAIN = "BF16"
 def describe(
     weights: str, stored: Mapping[int, StoredLayer], math: Mapping[int, ExpertMath], arithmetic: str, threads: int
 ) -> LightWorker:
-    """Return the description of a model's experts for a worker without torch. `stored`: their tensors by layer; `math`:
-    their arithmetic by layer.
+    """Return the description of a model's experts for a worker without torch. `stored`: the experts' tensors by layer;
+    `math`: their arithmetic by layer.
 
-    `arithmetic`, one of `KERNELS`, is what the coordinator uses for few rows. The function runs on a thread of its own,
-    because testing takes up to a second. Raises `UnsupportedModelError` if our kernels alone cannot compute the experts
-    as the coordinator does.
+    `arithmetic`: the kernels that the coordinator uses for few rows, one of `KERNELS`. The function is called on a
+    thread of its own, because its test of kernels takes up to a second. Raises `UnsupportedModelError` if our kernels
+    alone cannot compute the experts as the coordinator does.
     """
     any_math = next(iter(math.values()))
     table = None if isinstance(any_math, QuantisedMath) else any_math.gate_table()
@@ -78,8 +78,8 @@ def _keys(experts: StoredLayer) -> LayerKeys:
 
 
 def _part(experts: StoredLayer, name: str) -> tuple[str, ...]:
-    """Return the tensor names of a part of the experts, where a placeholder replaces the expert's number: one name for
-    each stored tensor of the part."""
+    """Return the names of the stored tensors that form the weight `name` of an expert, in the order of the weight's
+    rows. A placeholder replaces the expert's number."""
     keys = [[tensor.key for tensor in sources[name]] for sources in experts.sources]
     found = []
     for piece in zip(*keys, strict=True):

@@ -29,7 +29,7 @@ from smoe.policy.prices import PriceTable
 
 
 class Divided(NamedTuple):
-    """The purposes among which the memory budget is divided, with their bytes, and the final settings."""
+    """The division of the memory budget into entries with their bytes, and the final settings."""
 
     ledger: Ledger
     budget_reason: str
@@ -46,8 +46,8 @@ class Divided(NamedTuple):
 
 
 def divide(resolved: Resolved) -> Divided:
-    """Divide the memory budget. Raises `BudgetError` if it is too small, and `ConfigError` if a setting needs measured
-    values that do not exist."""
+    """Divide the memory budget among the model's needs, and return the division with the final settings. Raises
+    `BudgetError` if the budget is too small, and `ConfigError` if a setting needs measured values that do not exist."""
     _, spec, config, device, _, stores, _, outside, fitted = resolved
     place, store = resolved.checkpoint.place, stores[EXACT]
     draft = planned_draft(resolved.checkpoint, spec, config, device)

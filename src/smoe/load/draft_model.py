@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class PlannedDraft(NamedTuple):
-    """The draft model's files and the memory that it needs, before anything large is read."""
+    """A draft model's files and the memory that it needs, known before its weights are read."""
 
     checkpoint: Checkpoint
     spec: LibrarySpec
@@ -106,8 +106,8 @@ def _its_experts(checkpoint: Checkpoint, own: EngineConfig) -> tuple[LibrarySpec
 
 
 def placed_draft(config: EngineConfig) -> EngineConfig:
-    """Return the settings with a decision where the draft model runs: in the cluster if it has a machine for it, else
-    on the coordinator."""
+    """Return the settings after deciding where the draft model runs: on a machine of the cluster that is reserved for
+    it, else on the coordinator."""
     if config.prefetch != DRAFT or config.draft_on is not None:
         return config
     place = "coordinator"
@@ -119,13 +119,13 @@ def placed_draft(config: EngineConfig) -> EngineConfig:
 
 
 def is_apart(config: EngineConfig) -> bool:
-    """Return whether the draft model runs on another machine. The settings must be those that `placed_draft`
-    returned."""
+    """Return whether the draft model runs on another machine. `config` must be a result of `placed_draft`."""
     return config.prefetch == DRAFT and config.draft_on == "cluster"
 
 
 def following(spec: ModelSpec, config: EngineConfig) -> Following:
-    """Return the coordinator's client of a draft model on another machine. Raise the errors of `check_draft`."""
+    """Return the coordinator's connection to a draft model on another machine, which follows the coordinator's text.
+    Raise the errors of `check_draft`."""
     from smoe.cluster.following import Following
 
     check_draft(spec, config)

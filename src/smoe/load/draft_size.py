@@ -14,8 +14,8 @@ from smoe.policy.registry import DRAFT
 
 
 def least_draft_bytes(model: str | Path, spec: ModelSpec, config: EngineConfig, revision: str | None = None) -> int:
-    """Return the bytes that a draft model on the coordinator takes in addition to the model; 0 if none is configured
-    there."""
+    """Return the bytes that a draft model on the coordinator takes in addition to the model; 0 if the settings request
+    none on the coordinator."""
     if config.prefetch != DRAFT or config.draft_on == "cluster":
         return 0
     own = draft_config(spec, config)

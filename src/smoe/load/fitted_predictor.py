@@ -18,7 +18,8 @@ def place_of(folder: Path, name: str) -> Path:
 
 
 def remember(folder: Path, fitted: Fitted) -> Path:
-    """Store a fitted predictor of the model in `folder`, atomically. Return the path. Raises `OSError`."""
+    """Store a fitted predictor of the model in `folder` in the user's cache, atomically. Return the file's path. Raises
+    `OSError`."""
     fields = {"predictor": fitted.name, "layers": fitted.layers, "tokens": fitted.tokens}
     return keep_learned(fitted.name, FORMAT, folder, fitted.tensors, fields)
 

@@ -42,8 +42,8 @@ def place_of(folder: Path) -> Path:
 
 
 def remember(folder: Path, found: LearnedCorrections) -> Path:
-    """Store the corrections of the model in `folder` in the user's cache, atomically. Return the path. Raises
-    `OSError`."""
+    """Store the corrections of the routers of the model in `folder` in the user's cache, atomically. Return the file's
+    path. Raises `OSError`."""
     tensors: dict[str, torch.Tensor] = {}
     confidence: dict[str, list[float]] = {}
     for (layer, after), correction in found.corrections.items():
@@ -90,7 +90,8 @@ def _of_pairs(tensors: Tensors, fields: Mapping[str, Any], spec: ModelSpec, dept
 
 
 def _pairs(layers: list[int], depth: int, confidence: Mapping[str, object]) -> list[tuple[int, int]]:
-    """Return the pairs of layers that are at most `depth` apart, and no further apart than those that were learned."""
+    """Return the pairs (layer, later layer) that are at most `depth` layers apart, and no further apart than the pairs
+    for which corrections were learned."""
     named = [(int(layer), int(after)) for layer, _, after in (name.partition(".") for name in confidence)]
     ahead = [layers.index(after) - layers.index(layer) for layer, after in named if {layer, after} <= set(layers)]
     furthest = min(depth, max(ahead, default=1))

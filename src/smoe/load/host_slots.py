@@ -13,14 +13,15 @@ from smoe.units import format_bytes
 
 
 def host_sizes(classes: Sequence[SlotClass], budget: int, least: int) -> list[tuple[int, int]]:
-    """Return the slots of the host tier: (number of slots, bytes per slot) for each slot class. `budget` bytes hold all
-    experts, or the same fraction of every class, but at least `least` slots."""
+    """Return the slots of the host tier: (number of slots, bytes per slot) for each slot class. The slots use `budget`
+    bytes. They hold all experts, or the same fraction of every class, but at least `least` slots of each."""
     whole = sum(each.experts * each.slot_bytes for each in classes)
     return [(min(each.experts, max(least, budget * each.experts // whole)), each.slot_bytes) for each in classes]
 
 
 def size_of(classes: Sequence[SlotClass]) -> Callable[[ExpertKey], int]:
-    """Return a function that takes the key of a copy and returns the index of its slot class in `classes`."""
+    """Return a function that takes the key of an expert copy, (layer, expert, format), and returns the index of its
+    slot class in `classes`."""
     found = {(layer, each.form): n for n, each in enumerate(classes) for layer in each.layers}
     return lambda key: found[key[0], key[2]]
 
@@ -34,11 +35,11 @@ def reads_directly(config: EngineConfig, total_bytes: int, spare_bytes: float) -
 
 
 def worker_sizes(classes: Sequence[SlotClass], memory_bytes: int | None, slots: int | None) -> list[tuple[int, int]]:
-    """Return the slots of a worker: (number of slots, bytes per slot) for each slot class. The number is what
-    `memory_bytes` can hold, or `slots` of every size.
+    """Return the slots of a worker: (number of slots, bytes per slot) for each slot class. The number of slots is as
+    many as `memory_bytes` can hold, or `slots` of every size.
 
-    One of these two arguments is None. Raises `BudgetError` if the memory cannot hold one expert that is read and one
-    that is computed.
+    Either `memory_bytes` or `slots` is None. Raises `BudgetError` if the memory cannot hold two experts: one that is
+    read and one that is computed.
     """
     least = sum(number * each for number, each in host_sizes(classes, 0, LEAST_SLOTS))
     if memory_bytes is not None and memory_bytes < least:

@@ -43,13 +43,13 @@ class ImportanceProfile(TunedValue):
         return cls(quantiles, **fields)
 
     def thresholds(self, shares: Sequence[float]) -> Thresholds:
-        """Return the thresholds T1 and T2 for `shares`: the percentages of full copies, low copies and dropped experts,
-        whose sum is 100."""
+        """Return the thresholds T1 and T2 of unimportance (HOBBIT) that divide the choices of experts by `shares`: the
+        percentages that use full-precision copies, use low-precision copies, and are dropped. Their sum is 100."""
         own, _, none = shares
         return Thresholds(self._below(own), self._below(100 - none))
 
     def _below(self, share: float) -> float:
-        """Return the value that `share` per cent of the choices do not exceed, interpolated between the stored
+        """Return the unimportance that `share` per cent of the choices do not exceed, interpolated between the stored
         quantiles."""
         if share >= 100:
             return 1.0
@@ -63,15 +63,16 @@ class ImportanceProfile(TunedValue):
 
 
 def profile_of(values: Sequence[float], tokens: int, text: str) -> ImportanceProfile:
-    """Return the profile of choices that have the unimportances `values`, at least one, in any order."""
+    """Return the importance profile of choices of experts that have the unimportances `values`, at least one, in any
+    order."""
     ascending = sorted(values)
     quantiles = [ascending[round(part / _PARTS * (len(ascending) - 1))] for part in range(_PARTS + 1)]
     return ImportanceProfile(tuple(round(value, 5) for value in quantiles), tokens, text)
 
 
 def thresholds_by(folder: Path, config: EngineConfig) -> tuple[Thresholds, str]:
-    """Return the thresholds by which the model in `folder` reaches the shares `config.precision_shares`, and their
-    origin as a text.
+    """Return the thresholds by which the model in `folder` reaches the percentages `config.precision_shares`, and a
+    text that says where the thresholds come from.
 
     Raises `ConfigError` if the model has no profile and `config` gives no thresholds.
     """

@@ -17,7 +17,7 @@ from smoe.policy.registry import eviction_kind
 
 
 class ResolvedSettings(NamedTuple):
-    """The settings of a model; those that the user left out have tuned values."""
+    """The settings of a model after tuned values have replaced the settings that the user left out."""
 
     config: EngineConfig
     reasons: dict[str, str]
@@ -27,10 +27,11 @@ class ResolvedSettings(NamedTuple):
 
 
 def known_of(config: EngineConfig, place: Path, resident_share: float) -> ResolvedSettings:
-    """Return `config` with tuned values of the model in `place` for settings that the user left out. `resident_share`:
-    the fraction of experts that fit into memory.
+    """Return `config` with tuned values, for the model in `place`, of settings that the user left out.
+    `resident_share`: the fraction of experts that fit into memory.
 
-    Raises `ConfigError` if misses have a budget and the model's quality costs have not been measured.
+    Raises `ConfigError` if the resolution of misses has a quality budget and the model's quality costs have not been
+    measured.
     """
     reasons: dict[str, str] = {}
     if config.precision_shares is not None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class LearnedValues(NamedTuple):
-    """Values learned for one model. A value is None if the settings do not need it."""
+    """Values that `smoe tune` has learned for one model. A value is None if the settings do not need it."""
 
     fitted: Fitted | None = None
     """The predictor for decode that was fitted to traces."""
@@ -28,17 +28,20 @@ class LearnedValues(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of these values. Corrections are not included, because they are counted with their predictor."""
+        """The size in bytes of the learned values. Router corrections are not included, because the memory budget
+        counts them with their predictor."""
         return sum(each.nbytes for each in (self.fitted, self.next_use) if each is not None)
 
 
 def expected_bytes(config: EngineConfig, spec: ModelSpec) -> int:
-    """Return how many bytes the configured predictor will take once it has been fitted; 0 if it stores only counts."""
+    """Return the size in bytes that the configured predictor will have once it has been fitted; 0 if it stores only
+    counts."""
     return predictor_kind(config.prefetch).bytes_to_fit(spec)
 
 
 def learned_of(config: EngineConfig, place: Path, spec: ModelSpec) -> tuple[LearnedValues, dict[str, str]]:
-    """Return the learned values for the model in `place`, and the origin of each, by setting.
+    """Return the learned values for the model in `place`, and for each a text that says where it comes from, by
+    setting.
 
     Raises `ConfigError` if a required value has not been learned for these weights.
     """

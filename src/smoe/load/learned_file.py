@@ -29,7 +29,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class NotLearnedError(Exception):
-    """Raised if there are no learned values for these weights; the text is the reason. The caller adds what to do."""
+    """Raised if no learned values exist for a model's weights. The text is the reason; the caller adds what the user
+    should do."""
 
 
 def path_of(kind: str, folder: Path) -> Path:
@@ -51,8 +52,8 @@ def keep_learned(kind: str, form: int, folder: Path, tensors: Tensors, fields: M
 
 
 def learned(kind: str, form: int, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the tensors and fields that are stored for the weights in `folder`. Raise `NotLearnedError` if there are
-    none of the format version `form`."""
+    """Return the tensors and JSON fields of the learned values for the weights in `folder`. Raise `NotLearnedError` if
+    there are none of the format version `form`."""
     path = path_of(kind, folder)
     try:
         with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]

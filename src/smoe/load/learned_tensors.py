@@ -15,7 +15,8 @@ from smoe.policy.registry import CORRECTED_GATES, eviction_kind, predictor_kind
 
 
 def read_learned(config: EngineConfig, place: Path, spec: ModelSpec) -> tuple[LearnedValues, dict[str, str]]:
-    """Return the learned values that the settings need, and their origin by setting, as `learned_of` does."""
+    """Return the learned values that the settings need, and for each a text that says where it comes from, by
+    setting."""
     reasons: dict[str, str] = {}
     fitted = corrections = next_use = None
     if predictor_kind(config.prefetch).is_fitted:

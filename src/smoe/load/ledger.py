@@ -38,8 +38,8 @@ differ."""
 def open_store(
     checkpoint: Described, spec: ModelSpec, experts: Mapping[int, StoredLayer], device: AnyDevice
 ) -> ExpertStore:
-    """Return the locations of the experts: in a packed file that has them in the checkpoint's own precision if there is
-    one, else in the checkpoint."""
+    """Return the locations of the experts: in a packed file that stores them in the checkpoint's own precision if there
+    is one, else in the checkpoint."""
     contents = contents_as_they_are(spec, experts)
     packed = None if contents is None else checkpoint.packed(contents)
     layers, dtype = experts if packed is None else packed.layers, spec.dtype.stored
@@ -52,7 +52,8 @@ def open_if_here(checkpoint: Described, spec: ModelSpec, device: AnyDevice) -> E
     """Return the locations of the experts if the weights are on disk, else None. Only headers are read, and nothing is
     downloaded.
 
-    Also returns None with a `precision`, because the sizes of its slots are known even before the pack is written.
+    Also return None with a `precision`, because the sizes of its slots are known even before the packed file is
+    written.
     """
     if spec.precision != "auto":
         return None
@@ -65,12 +66,12 @@ def open_if_here(checkpoint: Described, spec: ModelSpec, device: AnyDevice) -> E
 def fit_context(
     spec: _Spec, config: EngineConfig, demand: Callable[[_Spec], Demand], outside: Mapping[str, int]
 ) -> tuple[_Spec, EngineConfig, dict[str, str]]:
-    """Return the spec and the settings, with a shorter context if none was configured and the default exceeds the
-    budget.
+    """Return the spec and the settings, with a shorter context if the user configured none and the default length
+    exceeds the budget.
 
-    The context is halved until it fits, down to `LEAST_CONTEXT_TOKENS`. The third result has the reason for the change,
-    by setting. `demand` returns what a spec needs; `outside`: the bytes that a process needs outside the budget, by
-    name.
+    The context is halved until it fits, down to `LEAST_CONTEXT_TOKENS`. The third result is the reason for the change,
+    by setting. `demand`: a function that returns the memory that a spec needs. `outside`: the bytes that a process
+    needs outside the budget, by name.
     """
     usual = spec.context_tokens
     if config.context_tokens is not None or config.memory_bytes is None:
@@ -95,10 +96,11 @@ def make_ledger(
     draft_bytes: int = 0,
     outside: Mapping[str, int] | None = None,
 ) -> tuple[Ledger, str]:
-    """Return the divided budget, and the origin of its size as a text. Raise `BudgetError` if it is too small.
+    """Return the division of the memory budget, and a text that says where the budget's size comes from. Raise
+    `BudgetError` if the budget is too small.
 
-    `learned_bytes`: the size of learned values; `draft_bytes`: that of the draft model. `outside`: the bytes that the
-    process needs outside the budget, by name; None: those of `outside_budget`.
+    `learned_bytes`: the size of learned values; `draft_bytes`: the size of the draft model. `outside`: the bytes that
+    the process needs outside the budget, by name; None: those of `outside_budget`.
     """
     demand = _settled(spec.demand(config), config, device) if store is None else demand_of(spec, config, device, store)
     demand = replace(demand, learned_bytes=learned_bytes, draft_bytes=draft_bytes)
@@ -107,7 +109,7 @@ def make_ledger(
 
 
 def _lends(config: EngineConfig, device: AnyDevice, ledger: Ledger) -> bool:
-    """Return whether experts may use workspace and KV cache that is reserved and not in use.
+    """Return whether experts may use memory that is reserved for workspace and KV cache while it is not in use.
 
     The operating system must support returning parts of memory, and no other setting may fix the number of experts.
     """
@@ -131,8 +133,8 @@ def _divided(config: EngineConfig, device: AnyDevice, demand: Demand, outside: M
 def _in_process(
     config: EngineConfig, limit_bytes: int, outside: Mapping[str, int], device: AnyDevice, demand: Demand
 ) -> tuple[Ledger, str]:
-    """Return a divided budget for a process whose total memory stays within `limit_bytes`, including what is outside
-    the budget."""
+    """Return the division of a memory budget that is chosen so that the whole process, with its memory outside the
+    budget, takes at most `limit_bytes`. Also return a text that says where the budget's size comes from."""
     if device.type != "cpu":
         raise ConfigError(
             f"`count` process is about RAM, and this model computes on {device}; use `device` cpu, or give the memory "
@@ -159,19 +161,22 @@ def _in_process(
 
 
 def _whole(config: EngineConfig, fits: bool) -> str:
-    """Return what is added to the text about the budget's size if all experts stay in memory."""
+    """Return an addition to the text about the budget's size: that the whole model fits, if all experts stay in memory;
+    else an empty text."""
     return ", and the whole model fits" if fits and config.keeps_experts and config.expert_cache == "budget" else ""
 
 
 def outside_budget(spec: ModelSpec, config: EngineConfig) -> dict[str, int]:
-    """Return the largest memory in bytes that this process needs outside the budget, by name, for a model on a CPU."""
+    """Return the largest memory in bytes that this process needs outside the budget, by a name for display, for a model
+    on a CPU."""
     is_quantised = spec.stored_bytes is not None and bool(spec.dense) and spec.dtype is BF16
     by_own_kernels = is_quantised and config.kernels != "torch" and widest() is not None
     return outside_budget_bytes(reserved_kernel_bytes(spec.experts_bytes), by_own_kernels)
 
 
 def shortages_of(config: EngineConfig, ledger: Ledger, device: AnyDevice) -> list[str]:
-    """Return messages for memory that is requested but not free: for the budget and for a host tier."""
+    """Return messages about requested memory that is not free: one for the budget and one for a host tier, if they
+    exceed the free memory."""
     host_bytes = config.host_memory_bytes or 0
     if device.type == "cpu":
         both = " and `host_memory`" if config.device == EMULATED and host_bytes else ""
@@ -197,7 +202,7 @@ def resident_share_with(
 
 
 def demand_of(spec: ModelSpec, config: EngineConfig, device: AnyDevice, store: ExpertStore) -> Demand:
-    """Return how much of the budget a model needs whose files are on disk."""
+    """Return the memory that a model needs from the budget, for a model whose files are on disk."""
     # A thread needs two buffers when a demand load passes during a prefetch; with a host tier they are host memory.
     has_host_tier = device.type != "cpu" or config.device == EMULATED
     buffers = 0 if has_host_tier else 2 * reading_threads(config) * store.staging_buffer_bytes
@@ -208,7 +213,7 @@ def demand_of(spec: ModelSpec, config: EngineConfig, device: AnyDevice, store: E
 
 
 def _settled(demand: Demand, config: EngineConfig, device: AnyDevice) -> Demand:
-    """Return the demand on this device. A device with its own memory needs the whole embedding, because single rows
-    cannot be read into its memory."""
+    """Return the demand for memory, adapted to the device. A device with its own memory needs the whole embedding,
+    because single rows cannot be read from disk into its memory."""
     has_memory = device.type != "cpu" or config.device == EMULATED
     return replace(demand, embedding_bytes=0) if has_memory else demand

@@ -40,8 +40,8 @@ def remember(folder: Path, trained: TrainedNextUse) -> Path:
 
 
 def next_use_of(folder: Path, experts: Mapping[int, int]) -> tuple[NextUse, str]:
-    """Return the estimator for the model in `folder`, and its origin as a text. `experts`: the number of experts by
-    layer.
+    """Return the estimator of the next use for the model in `folder`, and a text that says where it comes from.
+    `experts`: the number of experts by layer.
 
     Raises `ConfigError` if there is no estimator for these weights and this format version.
     """

@@ -23,9 +23,10 @@ _THREADS = 1
 
 
 def open_draft(planned: PlannedDraft, model: PreTrainedModel | None, computing: int = _THREADS) -> Draft:
-    """Load the draft model so that it computes on `computing` threads.
+    """Load a draft model that computes on `computing` threads.
 
-    `model`: the loaded model without an engine, whose weights are shared; None: the draft model loads its own weights.
+    `model`: the loaded model without an engine, whose non-expert weights the draft model shares; None: the draft model
+    loads its own weights.
     """
     spec, config, ledger = planned.spec, planned.config, planned.ledger
     stored, stores = {EXACT: planned.stored}, {EXACT: planned.store}
@@ -49,5 +50,6 @@ def open_draft(planned: PlannedDraft, model: PreTrainedModel | None, computing: 
 
 
 def draft_on_thread(planned: PlannedDraft, model: PreTrainedModel) -> DraftRouting:
-    """Load the draft model and run it on a thread. Return its predictions. `model` is as for `open_draft`."""
+    """Load the draft model and run it on a thread. Return the object that gives its predictions. `model` is as for
+    `open_draft`."""
     return DraftRouting(RunningAhead(open_draft(planned, model), planned.departure))

@@ -43,7 +43,7 @@ from smoe.runtime.running_ahead import DraftRouting
 
 
 class Parts(NamedTuple):
-    """The parts of an engine. Its slots are empty."""
+    """The memory tiers, threads, predictors and tested kernels from which an engine is built. Its slots are empty."""
 
     model: PreTrainedModel
     """The model without experts."""
@@ -72,12 +72,12 @@ def open_parts(
     made: ExitStack,
     on_host_tier: Callable[[int], None] | None,
 ) -> Parts:
-    """Make the parts of an engine for `model`, which was built without experts. `made` closes them if a later step
-    fails.
+    """Make the parts of an engine (`Parts`) for `model`, which was built without experts. `made` closes them if a later
+    step fails.
 
     `on_host_tier` is called with the bytes of host memory that are allocated and locked for a GPU, because this takes a
-    while. Raises `UnsupportedModelError` if experts or a required scoring rule cannot be verified, and `ConfigError`
-    for settings that this machine or family does not support.
+    while. Raises `UnsupportedModelError` if experts or a required scoring rule cannot be verified. Raises `ConfigError`
+    for settings that this machine or model family does not support.
     """
     config, spec, ledger = divided.config, divided.spec, divided.ledger
     if config.alpha > 0 or config.prices_answers:
@@ -99,7 +99,7 @@ def open_parts(
 
 
 def balance_of(config: EngineConfig, tiers: Tiers) -> str:
-    """Return the name of the method that divides missing experts between CPU and link."""
+    """Return the name of the method that divides missing experts between the CPU and loads to the device."""
     if config.balance == "auto":
         return "none" if tiers.host is None else "optimal"
     return config.balance
@@ -108,8 +108,8 @@ def balance_of(config: EngineConfig, tiers: Tiers) -> str:
 def _host_experts(
     model: PreTrainedModel, resolved: Resolved, divided: Divided, tiers: Tiers, pacing: Pacing
 ) -> HostExperts | None:
-    """Return the unit that computes missing experts on the CPU of a machine with a device, or None without such a
-    unit."""
+    """Return the compute unit that computes missing experts on the CPU of a machine with a device. Return None if the
+    settings let the CPU compute none."""
     config, spec, store, device = divided.config, divided.spec, resolved.stores[EXACT], resolved.device
     if balance_of(config, tiers) == "none":
         return None
@@ -140,7 +140,7 @@ def _proven_arithmetic(
     made: ExitStack,
 ) -> ChosenArithmetic:
     """Compare experts with transformers' own, for every distinct layout and format, and then choose the kernels. Return
-    the chosen arithmetic. Experts are loaded into the slots for this, and the slots are empty afterwards."""
+    the chosen arithmetic. The comparison loads experts into the slots; afterwards the slots are empty."""
     spec, config, stores = divided.spec, divided.config, resolved.stores
     activations = activations_of(config, spec.dtype.torch, arena.device)
     maths = {
@@ -168,8 +168,8 @@ def _predictors(
     draft: DraftRouting | None,
     device: torch.device,
 ) -> Mapping[Phase, Predictor]:
-    """Return the predictor of each phase. For prefill it is always the next gate, because nearly all experts are
-    needed."""
+    """Return the predictor of each phase. The predictor for prefill is always the next layer's gate, because a prompt
+    needs nearly all experts."""
     config, spec, learned = divided.config, divided.spec, divided.learned
     depth = config.prefetch_depth or DEFAULT_PREFETCH_DEPTH
     what = config.prefetch_what

@@ -64,8 +64,8 @@ def from_pretrained(
 
     Returns the ordinary transformers model; its attribute `offload` is the `Engine`. `memory` is the budget ("8GiB" or
     bytes; None: free memory less a margin). With `count` "process", `memory` is the limit of this whole process.
-    `resident` ("40%" or 0.4) requests the memory for that fraction of the routed experts instead. `switches` are fields
-    of `EngineConfig` and override those of `preset`; `dtype` and `device` may be torch objects.
+    `resident` ("40%" or 0.4) sets the budget by another measure: the fraction of the routed experts that it can hold.
+    `switches` are fields of `EngineConfig` and override those of `preset`; `dtype` and `device` may be torch objects.
 
     Raises `ConfigError` for invalid settings, `BudgetError` (with the ledger) for a budget that is too small, and
     `ModelError` or a subclass for models that smoe cannot compute exactly.
@@ -91,10 +91,10 @@ def load(
 ) -> OffloadedModel:
     """Load a model as `from_pretrained` does, with the settings `config`.
 
-    `on_ledger` is called with the budget before anything large is read. `on_host_tier` is called with the bytes of host
-    memory that will be locked for a GPU. `on_shortage` is called with a message if more memory is requested than is
-    free. `on_pack_bytes` is called with the progress of comparing a pack with its checksums, which is done once per
-    machine.
+    `on_ledger` is called with the division of the budget before anything large is read. `on_host_tier` is called with
+    the bytes of host memory that will be locked for a GPU. `on_shortage` is called with a message if more memory is
+    requested than is free. `on_pack_bytes` is called with the progress of comparing a packed file with its checksums,
+    which is done once per machine.
     """
     collect_dropped()
     note_start()
@@ -133,7 +133,7 @@ def _verify_packs(
     by_form: Mapping[int, Mapping[int, StoredLayer]],
     on_pack_bytes: OnBytes,
 ) -> None:
-    """Compare the packs of both formats with their checksums, if there are packs and this machine has not done so
+    """Compare the packed files of full and low-precision experts with their checksums, unless this machine has done so
     before."""
     for form, of in ((EXACT, spec), (LOW, spec.low)):
         if of is not None:
@@ -143,15 +143,15 @@ def _verify_packs(
 def _draft_routing(
     draft: PlannedDraft | None, loaded: PreTrainedModel, spec: ModelSpec, config: EngineConfig
 ) -> DraftRouting | None:
-    """Return the predictor that follows the draft model, which runs in the cluster or on a thread here. None without a
-    draft model."""
+    """Return the predictor that follows the draft model, which runs on a machine of the cluster or on a thread of this
+    process. Return None without a draft model."""
     if is_apart(config):
         return DraftRouting(following(spec, config))
     return None if draft is None else draft_on_thread(draft, loaded)
 
 
 def _pacing(resolved: Resolved, divided: Divided) -> Pacing:
-    """Return the clock of this machine, or that of the device to emulate."""
+    """Return the clock of this machine, or the slowed-down clock of the device to emulate."""
     if resolved.profile is None:
         return Pacing()
     config, layer_bytes = divided.config, divided.ledger.demand.weights_bytes / len(divided.spec.sites)

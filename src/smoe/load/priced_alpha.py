@@ -46,7 +46,8 @@ class PricedAlpha(TunedValue):
 
 
 def threshold_of(folder: Path, resident_share: float) -> tuple[float, str]:
-    """Return the alpha for the model in `folder` at this resident share, and its origin as a text."""
+    """Return the substitution threshold alpha for the model in `folder` at this resident share, and a text that says
+    where the threshold comes from."""
     own, brought = PricedAlpha.measured(folder), PricedAlpha.delivered(folder)
     most = 1.0 if own is None else own.alpha  # never above the value measured for this model
     for priced, whose in ((own, "as you measured it"), (brought, "by the quality cost stored with the model")):

@@ -51,7 +51,7 @@ class Resolved(NamedTuple):
 
 
 def resolve(model: str | Path, config: EngineConfig, revision: str | None) -> Resolved:
-    """Find a model's files, and download them if necessary.
+    """Find a model's files, and download them if necessary. Return them with the settings that do not depend on memory.
 
     Raises `ConfigError` for settings that this machine or model does not support, and `ModelError` or a subclass for
     models that smoe cannot compute. Raises `BudgetError` for a budget that is too small, before anything is downloaded.
@@ -75,9 +75,9 @@ def resolve(model: str | Path, config: EngineConfig, revision: str | None) -> Re
 def _open_checkpoint(
     model: str | Path, config: EngineConfig, revision: str | None
 ) -> tuple[Checkpoint, LibrarySpec, Mapping[int, Mapping[int, StoredLayer]]]:
-    """Return a model's files (downloaded if necessary), its spec, and the experts of every format.
+    """Return a model's files (downloaded if necessary), its spec, and the stored experts of every format.
 
-    If the budget is too small, this raises an error before anything is downloaded.
+    Raise `BudgetError` for a budget that is too small, before anything is downloaded.
     """
     spec = read_spec(model, config, revision)
     checkpoint = local_checkpoint(model)

@@ -39,7 +39,8 @@ _STEPS = ((Phase.PREFILL, 3), (Phase.DECODE, 1))
 
 
 class Prover:
-    """Computes experts as the engine will, before the engine exists: it uses the engine's slots and loads."""
+    """Computes experts with the engine's slots and loads before the engine exists, to compare the results with
+    transformers'."""
 
     def __init__(self, arrivals: Arrivals, device: torch.device) -> None:
         self.arrivals, self.device = arrivals, device
@@ -50,15 +51,15 @@ class Prover:
         return LayerExecutor(compute=LayerCompute(experts, self.arrivals, self.device, {}, Pacing()))
 
     def samples(self, experts: Experts) -> dict[tuple[object, ...], tuple[ExpertKey, Weights]]:
-        """Return one resident expert of every kind (`ExpertMath.kind`): its key and its weights."""
+        """Return one resident expert (its key and its weights) for every kind of experts (`ExpertMath.kind`)."""
         found: dict[tuple[object, ...], tuple[ExpertKey, Weights]] = {}
         for key in sorted(self.arrivals.table.ready):
             found.setdefault(experts.math_of(key).kind, (key, self.arrivals.ready(key)))
         return found
 
     def compute_slots(self, experts: Experts, layer: int, hidden: torch.Tensor, count: int) -> torch.Tensor:
-        """Return the output [1, H] of one token [1, H] for the experts in `count` slots, whatever experts they contain.
-        For measurements."""
+        """Return the output [1, H] of one token [1, H] for the experts in `count` slots. The slots may contain any
+        experts, because only the time is measured."""
         weights = self.arrivals.slots_of(experts.maths[layer, EXACT], layer, count)
         serves = [Serve((layer, n, EXACT), (n,), False) for n in range(count)]
         token = experts.begin[layer](serves, hidden, hidden.new_ones(1, count))
@@ -74,8 +75,8 @@ def proven_sums(
     experts: Experts,
     dtype: torch.dtype,
 ) -> Experts:
-    """Return `experts` with outputs summed as in transformers: in its order and its dtype. Every distinct layout and
-    format is compared. Raise `UnsupportedModelError` if no dtype gives transformers' result."""
+    """Return `experts`, with outputs summed in transformers' order and dtype, after comparing every distinct layout and
+    format. Raise `UnsupportedModelError` if no dtype gives transformers' result."""
     modules = dict(model.named_modules())
     kinds = {(site.experts, site.parts, experts.kind(site.layer)): site for site in reversed(sites)}
     for site in kinds.values():
@@ -93,8 +94,8 @@ def check_experts(
     dtype: torch.dtype,
     form: int = EXACT,
 ) -> Experts:
-    """Raise `UnsupportedModelError` if our result for a layer's first two experts differs from transformers'. Return
-    the experts; if transformers sums in the dtype of the routing weights, they do so too.
+    """Raise `UnsupportedModelError` if our result for a layer's first two experts differs from transformers' result.
+    Return the experts, set to sum in the dtype of the routing weights if transformers does.
 
     Quantized experts are compared with transformers' result on dequantized weights.
     """
@@ -158,8 +159,8 @@ def _has_tf32() -> bool:
 
 
 def is_same(ours: torch.Tensor, theirs: torch.Tensor, rounding: float) -> bool:
-    """Return whether two results are bit-equal, or with a `rounding` above 0 whether they differ by no more than it.
-    Non-finite values are never equal."""
+    """Return whether two results are equal: in every bit if `rounding` is 0, else up to a relative difference of
+    `rounding`. Non-finite values are never equal."""
     if rounding == 0:
         return torch.equal(ours, theirs)
     far = (ours.float() - theirs.float()).abs().max()
@@ -174,7 +175,8 @@ def library_result(
     index: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the result of transformers' eager loop with only the experts `chosen`. `index` counts within `chosen`."""
+    """Return the result of transformers' eager loop over only the experts `chosen`. The entries of `index` are
+    positions in `chosen`."""
     parameters = reference_parameters(checkpoint, chosen, hidden.dtype)
     experts = module.num_experts
     try:

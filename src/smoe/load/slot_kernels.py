@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 def in_slots(prover: Prover, experts: Experts, config: EngineConfig) -> Experts:
     """Return the experts with GPU kernels for few tokens in all layers, if these kernels are supported, correct and not
-    slower; else return them unchanged."""
+    slower than torch. Otherwise return `experts` unchanged."""
     if not _is_gpu(prover.device) or config.kernels == "torch" or not compiled.is_available():
         return experts
     try:
@@ -54,10 +54,10 @@ def _is_gpu(device: torch.device) -> bool:
 
 
 def proven_kernels(prover: Prover, experts: Experts, most_tokens: int) -> dict[Place, SlotExperts] | None:
-    """Return the GPU kernel of every layer and format, by both. None if one of them is not supported, fails its test or
-    cannot be tested.
+    """Return a GPU kernel for every (layer, format). Return None if one of the kernels is not supported, fails its test
+    or cannot be tested.
 
-    Each kernel is tested on a resident expert, with one token and with up to `most_tokens`.
+    Each kernel is tested on a resident expert, with one token and with up to `most_tokens` tokens.
     """
     samples, alignments = prover.samples(experts), _alignments(prover, experts)
     made: dict[ExpertKind, SlotExperts | None] = {}
@@ -77,13 +77,13 @@ def proven_kernels(prover: Prover, experts: Experts, most_tokens: int) -> dict[P
 
 
 def is_proven(kernel: SlotExperts, math: ExpertMath, weights: Weights, device: torch.device, most_tokens: int) -> bool:
-    """Return whether the kernel is correct on one expert, for all numbers of tokens that are compiled separately."""
+    """Return whether a GPU kernel is correct on one expert, for all numbers of tokens that are compiled separately."""
     return all(_is_right(kernel, math, weights, device, tokens) for tokens in (1, 2, 4, 8) if tokens < 2 * most_tokens)
 
 
 def _is_right(kernel: SlotExperts, math: ExpertMath, weights: Weights, device: torch.device, tokens: int) -> bool:
-    """Return whether the kernel is correct for this number of tokens. The first outputs of each product are compared
-    with exact ones, and the whole result with torch's."""
+    """Return whether a GPU kernel is correct for this number of tokens. The first outputs of each matrix product are
+    compared with exact ones, and the whole result with torch's."""
     kind, dtype = kernel.kind, getattr(torch, kernel.kind.dtype)
     x = torch.randn(tokens, kind.hidden, generator=torch.Generator().manual_seed(0)).to(dtype)
     routes = torch.arange(tokens, device=device).unsqueeze(1)
@@ -105,15 +105,15 @@ def _is_right(kernel: SlotExperts, math: ExpertMath, weights: Weights, device: t
 
 
 def _first_outputs(kind: ExpertKind, some: int) -> list[tuple[int, slice]]:
-    """Return as (matrix, rows) which rows of the first product's matrices give the first `some` outputs after the
-    activation."""
+    """Return as pairs (matrix, rows) the rows of the first product's matrices that give the first `some` outputs after
+    the activation."""
     if len(kind.ups) > 1:
         return [(0, slice(some)), (1, slice(some))]
     return [(0, rows) for rows in _bias_rows(kind, some)]
 
 
 def _bias_rows(kind: ExpertKind, some: int) -> list[slice]:
-    """Return which rows among all outputs of the first product give the first `some` outputs after the activation."""
+    """Return the indices of the first product's outputs that give the first `some` outputs after the activation."""
     if not kind.activation.has_gate:
         return [slice(some)]
     return [slice(2 * some)] if kind.activation.takes_turns else [slice(some), slice(kind.inner, kind.inner + some)]
@@ -133,7 +133,8 @@ class _Product:
         self._x, self._numbers, self._bias, self._activate = x, numbers, bias, activate
 
     def is_near(self, ours: torch.Tensor, dtype: torch.dtype) -> bool:
-        """Return whether our rounded result is as accurate as that of torch, which rounds its input too."""
+        """Return whether our rounded result is as accurate as torch's result. torch also rounds the input of the
+        product."""
         leeway = {"leeway": _FP32_LEEWAY} if dtype is torch.float32 else {}
         return is_no_further(ours.to(dtype), self._in(dtype), self._in(torch.float64), **leeway)
 
@@ -143,9 +144,10 @@ class _Product:
 
 
 def _alignments(prover: Prover, experts: Experts) -> dict[tuple[object, ...], int]:
-    """Return, for each kind of experts, a power of two that divides the addresses of all matrices.
+    """Return, for each kind of experts, a power of two in bytes that divides the addresses of all matrices of these
+    experts.
 
-    One value is used for all slots. Otherwise each slot might need another kernel, and bits would depend on the slot.
+    All slots share this value. Otherwise each slot might need another kernel, and bits would depend on the slot.
     """
     found: dict[tuple[object, ...], int] = {}
     for (layer, form), math in experts.maths.items():

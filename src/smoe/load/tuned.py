@@ -29,12 +29,12 @@ class TunedValue:
 
     @classmethod
     def of_fields(cls: type[V], fields: dict[str, Any]) -> V:
-        """Return the value that a JSON object contains. Raise `KeyError`, `TypeError` or `ValueError` if the object is
-        invalid."""
+        """Return the tuned value that a JSON object contains. Raise `KeyError`, `TypeError` or `ValueError` if the
+        object is invalid."""
         return cls(**fields)
 
     def fields(self) -> dict[str, Any]:
-        """Return the JSON object to store, without the format version."""
+        """Return the tuned value as a JSON object to store, without the format version."""
         return asdict(self)  # type: ignore[call-overload,no-any-return]  # its subclasses are dataclasses
 
     def as_json(self) -> dict[str, Any]:
@@ -42,18 +42,18 @@ class TunedValue:
         return {"format": self.version} | self.fields()
 
     def store(self, folder: Path) -> Path:
-        """Store the value for the model in `folder` in the user's cache, atomically. Return the path. Raises
-        `OSError`."""
+        """Store the tuned value for the model in `folder` in the user's cache, atomically. Return the file's path.
+        Raises `OSError`."""
         return keep(of_model(self.kind, folder), self.as_json())
 
     @classmethod
     def measured(cls: type[V], folder: Path) -> V | None:
-        """Return the value that this user has measured for the model in `folder`, or None."""
+        """Return the tuned value that this user has measured for the model in `folder`, or None."""
         return cls._read(of_model(cls.kind, folder))
 
     @classmethod
     def delivered(cls: type[V], folder: Path) -> V | None:
-        """Return the value that the model's `folder` contains, or None."""
+        """Return the tuned value that is delivered with the model, as a file in `folder`, or None."""
         return cls._read(folder / cls.file_name)
 
     @classmethod

@@ -26,10 +26,10 @@ OnBytes = Callable[[int, int], None]
 
 
 def verify_pack(checkpoint: Checkpoint, spec: ModelSpec, experts: Mapping[int, StoredLayer], on_bytes: OnBytes) -> None:
-    """Compare the pack from which a model's experts are read with its checksums, unless there is no pack or this
-    machine has done so before.
+    """Compare the packed file from which a model's experts are read with its checksums, unless there is no packed file
+    or this machine has done so before.
 
-    Raises `CheckpointError` for a damaged pack, which names the damaged layers.
+    Raises `CheckpointError` for a damaged file, with the damaged layers.
     """
     contents = _contents(spec, experts)
     path = None if contents is None else contents.path(checkpoint.place)
@@ -76,6 +76,6 @@ def _note_of(path: Path) -> Path:
 
 
 def _identity(path: Path) -> list[int]:
-    """Return numbers that identify a file and its state: they change when the file is written or replaced."""
+    """Return the numbers that identify a file and its state: they change when the file is written or replaced."""
     found = path.stat()
     return [found.st_size, found.st_ino, found.st_mtime_ns]

@@ -75,7 +75,7 @@ def remember(folder: Path, setting: str, winner: Winner) -> Path:
     """Store the winner of a tournament of the model in `folder`. It replaces only a winner of the same setting, machine
     and resident share (in whole per cent).
 
-    Returns the path. Raises `OSError`.
+    Returns the file's path. Raises `OSError`.
     """
     path = of_model("winners", folder)
     stored = _stored(path)
@@ -96,8 +96,8 @@ def forget(folder: Path, settings: Sequence[str]) -> dict[str, list[Winner]]:
 
 
 def _stored(path: Path) -> dict[str, Any]:
-    """Return the contents of a file of winners. If the file is of another version, log a warning and return an empty
-    dictionary."""
+    """Return the contents of a file of tournament winners. If the file has another format version, log a warning and
+    return an empty dictionary."""
     stored = read_stored(path, _FORMAT)
     if stored is None and path.exists():
         _log.warning(
@@ -107,7 +107,7 @@ def _stored(path: Path) -> dict[str, Any]:
 
 
 def _winners(stored: dict[str, Any], setting: str) -> list[Winner]:
-    """Return the winners of one setting. Entries that this version does not know are left out."""
+    """Return the stored winners of one setting. Entries that this version cannot read are left out."""
     found = []
     for each in _entries(stored, setting):
         try:
@@ -120,13 +120,14 @@ def _winners(stored: dict[str, Any], setting: str) -> list[Winner]:
 
 
 def _entries(stored: dict[str, Any], setting: str) -> list[dict[str, Any]]:
-    """Return the entries for one setting in a file's contents."""
+    """Return the entries for one setting in the contents of a file of tournament winners."""
     found = stored.get(setting)
     return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 
 
 def _place(entry: dict[str, Any]) -> tuple[Any, str]:
-    """Return the machine and the resident share of an entry. Only the latest entry for each such pair is stored."""
+    """Return the machine and the resident share of a stored winner. Only the latest winner for each such pair is
+    stored."""
     share = entry.get("resident_share")
     return entry.get("machine"), f"{share:.0%}" if isinstance(share, float) else ""
 
@@ -143,12 +144,12 @@ class Decided(NamedTuple):
 def with_winners(
     config: EngineConfig, place: Path, spec: ModelSpec, device: AnyDevice, share_of: Callable[[int], float]
 ) -> Decided:
-    """Return the settings, where each `auto` that a tournament has decided is replaced by the winner. `place` is the
-    model's folder.
+    """Return the settings, with each `auto` that a tournament has decided replaced by the winner. `place`: the model's
+    folder.
 
-    `share_of` returns the resident share for a number of bytes of learned values; it is called if there are winners. A
-    winning prefetch remains on trial, which means that it is turned off if it does not pay. A winner is not used if its
-    learned file is missing or for other weights, or if its resident share was too different. Raises `ConfigError` if a
+    `share_of` returns the resident share for a number of bytes of learned values; it is called only if there are
+    winners. A winning prefetch remains on trial: it is turned off if it does not pay. A winner is not used if its
+    learned file is missing or for other weights, or if its resident share differs too much. Raises `ConfigError` if a
     value that the user requests by name has not been learned, and `BudgetError` if the budget is too small.
     """
     try:

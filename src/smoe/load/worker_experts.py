@@ -24,9 +24,9 @@ _CPU = torch.device("cpu")
 def open_experts(model: str | Path, memory_bytes: int | None, config: EngineConfig, slots: int | None = None) -> Served:
     """Return the service that computes a model's experts for a worker. Only headers are read.
 
-    It has slots for as many experts as `memory_bytes` can hold, or `slots` of every size; one of the two arguments is
-    None. Raises `ModelError`, `ConfigError`, and `BudgetError` if the memory cannot hold one expert that is read and
-    one that is computed.
+    The service has slots for as many experts as `memory_bytes` can hold, or `slots` of every size; one of the two
+    arguments is None. Raises `ModelError` and `ConfigError`. Raises `BudgetError` if the memory cannot hold two
+    experts: one that is read and one that is computed.
     """
     spec = read_spec(model, config)
     checkpoint = whole_checkpoint(model, None)

@@ -12,11 +12,11 @@ from smoe.models.spec import ModelSpec
 
 
 def worker_files(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, Path]:
-    """Return the paths of a model's files for workers, by their names in the worker's folder.
+    """Return the paths of the files of a model that a worker needs, by their names in the worker's folder.
 
-    The files are the weights, the pack of this precision (or of experts as stored) if there is one, and at the end the
-    configuration, because a folder without it is not a model. Every file is complete, so it includes data that only the
-    coordinator needs. Raises `CheckpointError` if weights are missing.
+    The files are the weights, the packed file of this precision (or of experts as stored) if there is one, and at the
+    end the configuration, because a folder without it is not a model. Every file is complete, so it includes data that
+    only the coordinator needs. Raises `CheckpointError` if weights are missing.
     """
     place = checkpoint.place
     if place.is_dir():

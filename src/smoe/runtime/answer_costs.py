@@ -56,7 +56,8 @@ class LoadRate:
 
 
 class Answerer:
-    """Chooses how the misses of each decode step are resolved, from the costs measured at present."""
+    """Chooses how the misses of each decode step are resolved (load, compute, replace or drop an expert), from the
+    currently measured costs."""
 
     def __init__(
         self,
@@ -65,8 +66,9 @@ class Answerer:
         loads: LoadRate,
         balancer: Balancer | None,
     ) -> None:
-        """`make` returns an `Answering` whose quality budget is unspent. `slot_bytes`: bytes of one slot, by format and
-        then by layer. `balancer` measures loads and CPU; None where no CPU computes in parallel with a device."""
+        """`make`: a function that returns an `Answering` whose quality budget is unspent. `slot_bytes`: the bytes of
+        one slot, by format and then by layer. `balancer`: measures loads and the CPU; None if no CPU computes in
+        parallel with a device."""
         self._make = make
         self._slot_bytes = slot_bytes
         self._loads = loads
@@ -77,8 +79,8 @@ class Answerer:
         self.answering = self._make()
 
     def answer(self, routing: Routing, table: SlotTable, running: float) -> Answered:
-        """Return the resolutions of one layer's misses. `running`: the number of loads in flight that a new load would
-        wait for."""
+        """Return the resolution of each of one layer's misses. `running`: the number of loads in flight for which a new
+        load would wait."""
         return self.answering.answer(routing, table, self._costs(routing.layer, running))
 
     def _costs(self, layer: int, running: float) -> AnswerCosts:

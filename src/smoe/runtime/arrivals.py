@@ -22,7 +22,8 @@ from smoe.routing import Phase, Routing
 
 
 class Arrivals:
-    """All loads into the slots of one device. Only the computing thread may call its methods."""
+    """Starts the loads into the slots of one device, and records their ends in the slot table. Only the computing
+    thread may call its methods."""
 
     def __init__(
         self,
@@ -65,14 +66,14 @@ class Arrivals:
 
     @property
     def is_all_here(self) -> bool:
-        """Whether every expert is resident, so that nothing must be read. Always False if the settings use low copies,
-        which only a budget that is too small for all experts needs."""
+        """Whether every expert is resident, so that nothing must be read. Always False if the settings use
+        low-precision copies, because only a budget that is too small for all experts needs them."""
         return not self.table.has_low and len(self.table.ready) == self._experts
 
     @property
     def running(self) -> float:
-        """The number of loads that are being transferred, where each counts half, because half of it is done on
-        average."""
+        """The number of loads that are being transferred. Each of them counts as half a load, because on average half
+        of it is done."""
         return sum(0.5 for ticket in (*self.tickets.values(), *self._flowing) if ticket.state is TicketState.RUNNING)
 
     def awaited(self, plan: LayerPlan) -> list[Ticket]:
@@ -93,7 +94,7 @@ class Arrivals:
         self._views.clear()
 
     def adopt(self, plan: LayerPlan) -> None:
-        """Start the loads of a plan in their order, each as soon as its slot is free."""
+        """Start the loads of a layer's plan in their order, each as soon as its slot is free."""
         self._progress.adopt(plan)
 
     def prefetch(self, loads: Sequence[Load]) -> None:
@@ -106,8 +107,8 @@ class Arrivals:
         self._progress.prefetch(loads)
 
     def preload(self) -> None:
-        """Queue loads of missing experts, in order of layer and expert, into all free cache slots. They follow all
-        loads on demand."""
+        """Queue loads of missing experts into all free cache slots, in order of layer and expert. Demand loads are
+        executed before these loads."""
         keys, here = self.stores[EXACT].keys(), self.table.ready.keys() | self.table.inflight.keys()
         missing = [key for key in ((*at, EXACT) for at in keys) if key not in here]
         free = {pool: iter(list(pool.free_cache)) for pool in self.table.pools}
@@ -117,8 +118,8 @@ class Arrivals:
         )
 
     def resize(self, pool: SlotPool, cache_slots: int) -> list[int]:
-        """Set a pool's number of cache slots, between passes. Return the slots that were withdrawn; their content is
-        lost."""
+        """Set the number of cache slots of a pool, between passes. Return the slots that were withdrawn; their content
+        is lost."""
         count = pool.cache_slots - cache_slots
         if count <= 0:
             pool.give(-count)
@@ -154,8 +155,8 @@ class Arrivals:
         return weights
 
     def slots_of(self, math: ExpertMath, layer: int, count: int) -> list[Weights]:
-        """Return the weights in `count` slots, whatever experts they contain, in the form for the layer `layer`. Slots
-        are used again in turn if there are fewer. For measurements."""
+        """Return the weights in `count` slots, in the layout of the layer `layer`. The slots may contain any experts,
+        because only times are measured. If there are fewer slots than `count`, slots are repeated."""
         pool, parts = self.table.pool(layer), self.stores[EXACT].placement(layer, 0).parts
         slots = range(pool.first, pool.end)
         return [math.bind(self._arena, slots[n % len(slots)], parts) for n in range(count)]
@@ -178,8 +179,8 @@ class Arrivals:
         return self.ready(key)
 
     def _close(self, key: ExpertKey, ticket: Ticket) -> None:
-        """Record in the slot table that a load has succeeded or failed. On a GPU the copy may still be in the device's
-        queue, for which only the device waits."""
+        """Record in the slot table that a load has succeeded or failed. On a GPU, the copy of a succeeded load may
+        still be in the device's queue; the device waits for it, and no thread does."""
         del self.tickets[key]
         if ticket.state in (TicketState.FAILED, TicketState.CANCELLED):
             self._progress.fail(key)
@@ -247,6 +248,6 @@ class Arrivals:
         return weights
 
     def served(self, serve: Serve, computed: int) -> None:
-        """Record that an expert task is done, as number `computed` (from 1) of its plan. If its copy was staged, the
-        slot is freed or becomes a cache slot. Loads that waited for the slot start."""
+        """Record that an expert task is done, as number `computed` (from 1) of its plan. If the expert's slot was a
+        staging slot, the slot is freed or becomes a cache slot. Loads that waited for the slot start."""
         self._progress.served(serve, computed)

@@ -12,15 +12,15 @@ from transformers import StoppingCriteria
 
 
 class Cancellation(StoppingCriteria):  # type: ignore[misc]
-    """A stopping criterion that any thread, or a signal handler, can trigger.
+    """A stopping criterion that any thread, or a signal handler, can trigger to end a call of `generate`.
 
         stop = Cancellation()
         threading.Timer(10, stop.cancel).start()
         model.generate(**prompt, stopping_criteria=[stop])
 
-    If the call has generated tokens, it returns them at its next token. If it has none, because it waits for its turn
-    or reads its prompt, it raises `GenerationCancelledError` at its next layer. The object stays cancelled: a later
-    call that uses it raises at once. Several calls may share one object.
+    If the call has generated tokens, it returns them at its next token. A call without tokens waits for its turn or
+    reads its prompt; it raises `GenerationCancelledError` at its next layer. The object stays cancelled: a later call
+    that uses it raises the error at once. Several calls may share one object.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Cancellation(StoppingCriteria):  # type: ignore[misc]
         self._wakes: list[Callable[[], None]] = []
 
     def cancel(self) -> None:
-        """End all calls that use this object, now and later. Repeated calls have no effect."""
+        """End all running and later calls of `generate` that use this object. Repeated calls have no effect."""
         self._is_cancelled = True
         for wake in tuple(self._wakes):
             wake()
@@ -57,6 +57,7 @@ class Cancellation(StoppingCriteria):  # type: ignore[misc]
             self._have_tokens.discard(threading.get_ident())
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Return a flag for each row [rows], True to stop. The library calls this after every new token."""
+        """Return a flag for each row of the batch, [rows], where True means to stop. The library calls this after every
+        new token."""
         self._have_tokens.add(threading.get_ident())
         return torch.full((input_ids.shape[0],), self._is_cancelled, dtype=torch.bool, device=input_ids.device)

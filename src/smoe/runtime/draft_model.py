@@ -36,7 +36,7 @@ class Alignment(NamedTuple):
     the first token after the prompt.
 
     The paper does not say where an interval begins, nor whether a draft model that is never aligned reads the prompt
-    itself. Here it reads the prompt, and its first token is its own.
+    itself. In smoe the draft model reads the prompt, and its first token comes from its own output.
     """
 
     token: int
@@ -78,8 +78,8 @@ class Draft(StepObserver):
     one."""
 
     def __init__(self, model: PreTrainedModel, rules: Mapping[int, ScoringRule], spares: int = 1) -> None:
-        """`rules`: the scoring rule of each layer's router. `spares`: how many experts to predict in addition to those
-        that the draft model's router chooses."""
+        """`rules`: the scoring rule of each layer's router. `spares`: the number of experts to predict in addition to
+        those that the draft model's router chooses."""
         self.text = Greedy(model)
         self._rules = rules
         self._spares = spares
@@ -97,11 +97,12 @@ class Draft(StepObserver):
         self.text.read(prompt)
 
     def step(self, alignment: Alignment, token: int, cache: RowCache) -> list[Expected]:
-        """Decode one token, after alignment if that is due, and return the predictions for every layer.
+        """Decode one token with the draft model, and return the predictions for every layer. Before that, align the
+        draft model with the model if an alignment is due.
 
-        `token`: the token that the model decodes at this position. `cache`: the model's cache, which contains at least
-        all earlier positions. Raises `EngineStateError` if the keys and values of recurrent layers would have to be
-        aligned.
+        `token`: the token that the model decodes at this position. `cache`: the model's KV cache, which contains at
+        least all earlier positions. Raises `EngineStateError` if the alignment would have to change the state of
+        recurrent layers.
         """
         if _is_due(alignment.kv, self._decoded):
             length = self.text.cache.length
@@ -115,11 +116,11 @@ class Draft(StepObserver):
         return predicted
 
     def follow(self, token: int, position: int, cache: RowCache, say: Callable[[Expected], None]) -> None:
-        """Decode the token at `position` of the text in `cache`, the model's cache. `say` receives the prediction of
-        each layer.
+        """Decode the token at `position` of the text in `cache`, the model's KV cache, with the draft model. `say`
+        receives the prediction for each layer.
 
-        The keys and values of earlier positions are replaced by those of the model that are new since the last call;
-        for a new text, by all of them. Raises `EngineStateError` if they cannot be replaced.
+        The keys and values of earlier positions are copied from the model's cache: those that are new since the last
+        call, or all of them for a new text. Raises `EngineStateError` if they cannot be replaced.
         """
         if self._source is not cache:
             self._source, self._aligned = cache, 0
@@ -133,7 +134,8 @@ class Draft(StepObserver):
         self.text.take([token])
 
     def unlearn(self, unchanged: float) -> None:
-        """Record that the positions from `unchanged` on have been written again in the cache that is followed."""
+        """Record that the model's KV cache has been written again from position `unchanged` on, so that these positions
+        must be aligned again."""
         self._aligned = int(min(self._aligned, unchanged))
 
     def routed(self, step: Step) -> None:

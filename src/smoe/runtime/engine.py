@@ -60,8 +60,9 @@ class Engine:
         reasons: Mapping[str, str],
         eviction: EvictionSettings,
     ) -> None:
-        """`leaves_little`: our kernels compute almost all products of one token, so the library needs only one thread.
-        `leaves_little_of_prompts`: the same for passes of several tokens."""
+        """`budget_reason`: a text that says where the memory budget's size comes from. `dense_bytes`: the size of the
+        non-expert weights. `reasons`: for each setting that the user left out, a text that says where its value comes
+        from."""
         self.config = config
         self.anatomy = anatomy
         self.ledger = ledger
@@ -102,10 +103,11 @@ class Engine:
         return counters
 
     def new_cache(self, sequences: int = 1) -> RowCache:
-        """Return a KV cache of `sequences` rows within the budget. The rows share `context_tokens * max_sequences`
-        positions.
+        """Return a KV cache of `sequences` rows within the memory budget. The rows share `context_tokens *
+        max_sequences` positions.
 
-        If there is no room, the oldest caches are invalidated. The call waits while another request is running.
+        If the budget has no room for the cache, the oldest caches are invalidated. The call waits while another request
+        is running.
         """
         with self.passes.turn():
             return self._reserve.caches.new(sequences)
@@ -133,7 +135,7 @@ class Engine:
             self.executor.reset(self.fresh_eviction())
 
     def fresh_eviction(self) -> Eviction:
-        """Return a new eviction policy, without history, of the kind in `eviction_settings`."""
+        """Return a new eviction policy of the kind in `eviction_settings`. It has no record of earlier uses."""
         return fresh_eviction(self.eviction_settings, self.ledger, self.store)
 
     def wait_ready(self) -> None:
@@ -226,7 +228,7 @@ class Engine:
         )
 
     def peak_memory_bytes(self) -> int:
-        """Return the largest number of bytes of the budget that were in use at once.
+        """Return the largest number of bytes of the memory budget that were in use at once.
 
         On a GPU this is the allocator's peak since a model was last loaded there (`memory/arena.py`). On a CPU it is
         the sum of the memory for slots, weights and caches and the reserve for activations; `bench/limits.py` checks
@@ -243,8 +245,8 @@ class Engine:
 
     @property
     def slot_memory(self) -> torch.Tensor:
-        """The bytes of all slots, as a uint8 tensor. The memory's read rate is measured on them, because additional
-        memory would exceed the budget."""
+        """The memory of all slots, as a uint8 tensor. The read rate of RAM is measured on this tensor, because
+        additional memory would exceed the budget."""
         return self._arena.bytes
 
     def describe(self) -> dict[str, Any]:
@@ -262,6 +264,7 @@ class Engine:
 
 
 def fresh_eviction(settings: EvictionSettings, ledger: Ledger, store: ExpertStore) -> Eviction:
-    """Return a new eviction policy, without history, for these slots and experts."""
+    """Return a new eviction policy for the slots in `ledger` and the experts in `store`. It has no record of earlier
+    uses."""
     experts = {layer: held.experts for layer, held in store.layers.items()}
     return make_eviction_for(settings, ledger.pools, experts)

@@ -51,7 +51,7 @@ costs a quarter, and most misses would be resolved by a low copy anyway."""
 
 
 class Planned(NamedTuple):
-    """What has been decided about a layer before its experts are computed."""
+    """The decision about a layer, and its routing weights, before the layer's experts are computed."""
 
     decision: Decision
     top_k_weights: torch.Tensor
@@ -72,10 +72,10 @@ class LayerExecutor:
         trial: Trial | None = None,
         upgrades: bool = False,
     ) -> None:
-        """`answerer` resolves the misses of decode steps within a quality budget; None: `substitution` does. `balancer`
-        decides which missing experts other units compute; None: no other unit computes. `trial` decides whether
-        prefetching in decode pays; None: it always runs. `upgrades`: use idle time of the disk or link to load full
-        copies of experts that low copies compute."""
+        """`answerer`: resolves the misses of decode steps within a quality budget; None: `substitution` resolves them.
+        `balancer`: decides which missing experts other compute units compute; None: the device computes all. `trial`:
+        decides whether prefetching in decode pays; None: prefetching always runs. `upgrades`: whether idle time of the
+        disk or link is used to load full-precision copies of experts that low-precision copies compute."""
         self.compute = compute
         self.arrivals = compute.arrivals
         self.table: SlotTable = self.arrivals.table
@@ -103,7 +103,7 @@ class LayerExecutor:
         return self.arrivals.counters
 
     def share_slots(self) -> None:
-        """Divide the slots among the layers again; to be called after the number of slots has changed."""
+        """Divide the slots among the layers again. Call this after the number of slots has changed."""
         self._layer_shares = layer_shares(self.table, list(self.arrivals.stores[EXACT].layers))
 
     def reset(self, eviction: Eviction) -> None:
@@ -115,7 +115,7 @@ class LayerExecutor:
             self.answerer.reset()
 
     def substitute_by(self, substitution: Substitution) -> None:
-        """Replace missing experts of low score according to `substitution` from now on."""
+        """From now on, replace missing experts whose routing score is low, according to the settings `substitution`."""
         self._resolve_by(substitution, self.answerer)
         thresholds = substitution.switches.thresholds
         if self.answerer is not None and self.table.has_low:
@@ -124,13 +124,13 @@ class LayerExecutor:
             predictor.grade_by(substitution.switches.alpha, thresholds)
 
     def _resolve_by(self, substitution: Substitution, answerer: Answerer | None) -> None:
-        """Resolve misses in this way from now on."""
+        """From now on, resolve misses by `answerer` in decode steps, or by `substitution` if `answerer` is None."""
         self.substitution, self.answerer = substitution, answerer
         self._needs_weights = substitution.switches.needs_weights or answerer is not None
 
     def predict_by(self, predictors: Mapping[Phase, Predictor]) -> None:
-        """Let `predictors` choose what each phase prefetches from now on. A phase without a predictor prefetches
-        nothing."""
+        """From now on, prefetch the experts that `predictors`, one per phase, predict. A phase without a predictor
+        prefetches nothing."""
         prefetching = self.prefetching
         prefetching.use(predictors)
         self._prefetch = {phase: prefetching.begin if phase in predictors else _prefetch_nothing for phase in Phase}
@@ -138,7 +138,7 @@ class LayerExecutor:
         self._observing = [predictor for predictor in self._all if predictor.observes]
 
     def guess_by(self, predictor: Predictor | None) -> None:
-        """Let `predictor` choose the experts that decode steps prefetch from now on; None turns this prefetching
+        """From now on, prefetch in decode steps the experts that `predictor` predicts; None turns this prefetching
         off."""
         predictors = dict(self.prefetching.predictors)
         predictors.pop(Phase.DECODE, None)
@@ -160,8 +160,8 @@ class LayerExecutor:
 
     @contextmanager
     def by_low_copies(self) -> Iterator[None]:
-        """Compute all experts from their low copies during the `with` block, without substitution or dropping. For
-        tests and for measurements of quality cost."""
+        """Compute all experts from their low-precision copies during the `with` block, without substitution or
+        dropping. For tests and for measurements of quality cost."""
         before, answerer = self.substitution, self.answerer
         self._resolve_by(EXACTLY._replace(switches=EXACT_SWITCHES._replace(low_use="only")), None)
         try:
@@ -211,7 +211,8 @@ class LayerExecutor:
         return output
 
     def _routing_of(self, step: Step) -> Routing:
-        """Return the router's choice in the form that policies take, after every predictor has observed it."""
+        """Return the router's choice in a step, as the object that policies take. Every predictor observes the choice
+        first."""
         rows = self.waits.fetch("choice", step.top_k_index)  # the only wait of a layer: all else needs the choice
         experts = self.arrivals.stores[EXACT].layers[step.layer].experts
         routing = Routing(step.layer, step.phase, experts, rows, None, step.sequences)
@@ -248,8 +249,8 @@ class LayerExecutor:
     # -- planning -----------------------------------------------------------------------------------------------------
 
     def _plan(self, step: Step, routing: Routing) -> Planned:
-        """Return what is decided about a layer, after recording loads that have ended. Also start the loads of its
-        plan."""
+        """Return the decision about a layer and its routing weights. Loads that have ended are recorded first, and the
+        loads of the layer's plan are started."""
         self.arrivals.collect()
         decision = self._decide(routing)
         top_k_weights = step.top_k_weights
@@ -258,8 +259,8 @@ class LayerExecutor:
         return Planned(decision, top_k_weights)
 
     def _decide(self, routing: Routing) -> Decision:
-        """Return the decision about a layer (its plan and substitutes), after counting it and starting the plan's
-        loads."""
+        """Return the decision about a layer (its plan and substitutes). Also add the decision to the counters and start
+        the plan's loads."""
         balancer, answerer = self._balancer, self.answerer
         decision = decide(
             routing,
@@ -281,8 +282,9 @@ class LayerExecutor:
         return decision
 
     def _upgrade(self, decision: Decision) -> None:
-        """Start loads of full copies of experts that low copies compute: those that routes need, and others while
-        nothing is in flight. Do nothing during a measurement that computes all experts from low copies."""
+        """Start loads of full-precision copies of experts that low-precision copies compute: of the experts that this
+        step uses, and of others while nothing is in flight. Do nothing during a measurement that computes all experts
+        from low-precision copies."""
         if self.substitution.switches.low_use == "only":
             return
         is_idle = self.upgrades and not self.table.inflight
@@ -291,8 +293,8 @@ class LayerExecutor:
         self.arrivals.bring(loads)
 
     def _guess(self, predictions: Iterable[Prediction]) -> Iterable[Prediction]:
-        """Pass predicted experts to other units that prefetch. Return the predictions that this machine should
-        prefetch."""
+        """Pass predicted experts to the compute units that prefetch them. Return the predictions that this machine
+        should prefetch."""
         return predictions if self._balancer is None else self._balancer.guess(predictions)
 
 
@@ -303,8 +305,8 @@ def _prefetch_nothing(step: Step, decision: Decision) -> Meanwhile:
 
 
 class Waits(Counter[str]):
-    """Counts how often the computing thread has waited for the device, by purpose. Each wait lasts until everything
-    enqueued before is done. All waits within a layer go through this class."""
+    """Counts how often the computing thread has waited for the device, by purpose. Each wait lasts until all work that
+    was enqueued before it is done. All waits within a layer go through this class."""
 
     def fetch(self, what: str, x: torch.Tensor) -> list[Any]:
         """Return the values of a tensor on the computing device. Counts one wait for the purpose `what`."""
@@ -316,8 +318,8 @@ class Waits(Counter[str]):
 def _count_selection(
     counters: Counters, selection: Selection, routing: Routing, table: SlotTable, is_answered: bool
 ) -> None:
-    """Add the missing and the replaced experts of a step to the counters. `is_answered`: misses are resolved within a
-    quality budget."""
+    """Add the missing and the replaced experts of a step to the counters. `is_answered`: whether misses are resolved
+    within a quality budget."""
     none = routing.experts
     counters.routes += sum(expert != none for row in routing.top_k_index for expert in row)
     counters.low_score += selection.low_score
@@ -329,7 +331,8 @@ def _count_selection(
 
 
 def _count_decision(counters: Counters, decision: Decision, routing: Routing, has_low: bool) -> None:
-    """Add a plan's loads and computed experts to the counters, by where the experts were."""
+    """Add a plan's loads and computed experts to the counters, by where the experts were (in a slot, on disk, on
+    another unit)."""
     plan = decision.plan
     elsewhere = sum(serve.unit != DEVICE for serve in plan.serves)
     counters.loads += len(plan.loads)

@@ -41,12 +41,13 @@ class Meanwhile:
     """Whether `finished` may start loads. If so, the first expert is computed alone, so that loads can start soon."""
 
     def residents_done(self, output: Callable[[], torch.Tensor]) -> None:
-        """Called when the resident experts are computed and others are still missing. `output` returns the sum of the
-        outputs so far, [T, H]."""
+        """Called when the resident experts of a layer are computed and others are still missing. `output` returns the
+        sum of the resident experts' outputs, [T, H]."""
 
     def finished(self, experts: int) -> None:
-        """Called, if `may_start_loads`, with the number of experts computed so far: after the first expert, after the
-        other resident experts, and before and after each expert that must be waited for."""
+        """Called, if `may_start_loads`, with the number of experts of the layer that have been computed. The calls come
+        after the first expert, after the other resident experts, and before and after each expert that must be waited
+        for."""
 
     def end(self) -> None:
         """Called when all experts of the layer are computed."""
@@ -68,7 +69,7 @@ class LayerCompute:
         others: Others | None = None,
     ) -> None:
         """`units`: the compute units that work in parallel with the device, by their number in plans (`Serve.unit`).
-        `others`: the owner of those units that are on other machines."""
+        `others`: the object that manages the units on other machines."""
         self.experts = experts
         self.arrivals = arrivals
         self.device = device
@@ -78,23 +79,23 @@ class LayerCompute:
         self._now = pacing.now
 
     def reset(self) -> None:
-        """Reset the other compute units and the counters; nothing may be in flight."""
+        """Reset the compute units other than the device, and the counter of lateness. Nothing may be in flight."""
         for unit in self.units.values():
             unit.reset()
         self.pacing.late_seconds = 0.0
 
     def recover(self) -> None:
-        """Wait, after an error in a pass, until no other compute unit has work in flight."""
+        """Wait, after an error in a pass, until no compute unit other than the device has work in flight."""
         for unit in self.units.values():
             unit.drain()
 
     @property
     def helpers(self) -> list[Helpers]:
-        """The objects that own threads, except the other compute units."""
+        """The objects that own threads, except the compute units."""
         return [*self.experts.helpers, *([] if self.others is None else [self.others])]
 
     def close(self) -> None:
-        """End all threads and the other compute units."""
+        """End all threads and all compute units other than the device."""
         for each in (*self.helpers, *self.units.values()):
             each.close()
 
@@ -105,8 +106,8 @@ class LayerCompute:
         top_k_weights: torch.Tensor,
         meanwhile: Meanwhile = NOTHING,
     ) -> torch.Tensor:
-        """Return the weighted sum of a plan's experts [T, H] for few tokens `hidden` [T, H]. Experts run in the plan's
-        order; their outputs are stored separately and summed at the end, in ascending order of experts."""
+        """Return the weighted sum of a plan's experts [T, H] for few tokens `hidden` [T, H]. Experts are computed in
+        the plan's order. Their outputs are stored separately and summed at the end, in ascending order of experts."""
         if not plan.serves:
             return torch.zeros_like(hidden)
         counters = self.arrivals.counters
@@ -119,7 +120,8 @@ class LayerCompute:
     def _start_elsewhere(
         self, plan: LayerPlan, hidden: torch.Tensor, width: int
     ) -> dict[ExpertKey, Future[torch.Tensor]]:
-        """Start the plan's experts that other units compute. Return their results as futures, by key."""
+        """Start the plan's experts that compute units other than the device compute. Return their results as futures,
+        by key."""
         given: dict[int, list[ExpertTask]] = {}
         for serve in plan.serves if self.units else ():
             if serve.unit != DEVICE:
@@ -140,8 +142,8 @@ class LayerCompute:
         from_unit: dict[ExpertKey, Future[torch.Tensor]],
         meanwhile: Meanwhile,
     ) -> torch.Tensor:
-        """Return the weighted sum of a plan's experts [T, H] for few tokens; `from_unit` has the results of other
-        units."""
+        """Return the weighted sum of a plan's experts [T, H] for few tokens. `from_unit`: the results of experts that
+        other compute units compute."""
         serves = plan.serves
         kernel = self._kernel_of_token(plan, hidden) if not meanwhile.may_start_loads else None
         if kernel is not None:
@@ -201,38 +203,40 @@ class LayerCompute:
         kernel.one_token(hidden, matrices, gains, out)
 
     def _note_served(self, serves: Sequence[Serve], first: int) -> None:
-        """Record that these expert tasks are done. `first`: the number of tasks of the plan that were done before."""
+        """Record that the expert tasks `serves` are done. `first`: the number of tasks of the plan that were done
+        before them."""
         for computed, serve in enumerate(serves, start=first + 1):
             self.arrivals.served(serve, computed)
 
     def _residents(self, tokens: DecodeExperts, serves: Sequence[Serve], begin: int, end: int) -> None:
-        """Compute the expert tasks `begin` to `end` of the plan in one call; all of these experts are resident."""
+        """Compute the expert tasks `begin` to `end` - 1 of the plan in one call. All of their experts are resident."""
         weights = [self.arrivals.ready(serve.key) for serve in serves[begin:end]]
         self._compute(tokens, begin, weights, serves[begin:end])
         self._note_served(serves[begin:end], begin)
 
     def _compute(self, tokens: DecodeExperts, first: int, weights: Sequence[Weights], serves: Sequence[Serve]) -> None:
-        """Compute consecutive expert tasks of the plan, beginning with number `first`."""
+        """Compute consecutive expert tasks of the plan. `first`: the number of the first task, whose weights are
+        `weights[0]`."""
         del serves  # only their number of rows takes time on another device (`paced.py`)
         tokens.compute(first, weights)
 
     def _is_short(self, plan: LayerPlan, hidden: torch.Tensor) -> bool:
-        """Return whether a prompt is computed as few tokens are: it is short, a kernel computes its experts, and all
-        are resident."""
+        """Return whether a prompt can be computed by the method for few tokens: it is short, a kernel computes its
+        experts, and all of them are resident."""
         if self.experts.maths[plan.layer, EXACT].kernels.token is None or hidden.shape[0] > _SHORT_PROMPT:
             return False
         return not plan.loads and not any(serve.waits or serve.unit != DEVICE for serve in plan.serves)
 
     def _from_unit(self, from_unit: dict[ExpertKey, Future[torch.Tensor]], serve: Serve) -> torch.Tensor:
-        """Wait for the output of an expert that another unit computes, and return it on the device."""
+        """Wait for the output of an expert that another compute unit computes, and return the output on the device."""
         started = self._now()
         result = from_unit.pop(serve.key).result()
         self.arrivals.counters.host_wait_seconds += self._now() - started
         return result.to(self.device, non_blocking=True)
 
     def prefill(self, plan: LayerPlan, hidden: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum of a plan's experts [T, H] for many tokens. Experts run in ascending order, each is
-        read once, and loads of this and the next layer run meanwhile."""
+        """Return the weighted sum of a plan's experts [T, H] for many tokens. Experts are computed in ascending order,
+        and each is read once. Loads of this layer and the next run at the same time."""
         kernel = self._prompt_kernel(plan)
         if kernel is not None:
             return self._prompt_in_bytes(plan, kernel, hidden, top_k_weights)
@@ -266,22 +270,22 @@ class LayerCompute:
         tokens: torch.Tensor,
         gains: torch.Tensor,
     ) -> None:
-        """Add the output of one expert for some tokens of a prompt, multiplied by their gains [n, 1], to the total [T,
-        H]."""
+        """Add the output of one expert to `total` [T, H]. `tokens`: the tokens of the prompt that chose the expert;
+        `gains` [n, 1]: the factors for their outputs."""
         y = self.experts.math_of(serve.key).forward(hidden[tokens], weights)
         total.index_add_(0, tokens, (y * gains).to(total.dtype))
 
     def _prompt_kernel(self, plan: LayerPlan) -> TokenExperts | None:
-        """Return the kernel that multiplies all experts of a prompt in 8 bits, or None if some expert is computed in
-        another way or by another unit."""
+        """Return the kernel that multiplies all experts of a prompt in 8 bits, or None if one of the experts needs
+        another kernel or another compute unit."""
         kernels = [self.experts.math_of(serve.key).byte_kernel for serve in plan.serves if serve.unit == DEVICE]
         return kernels[0] if kernels and all(kernels) and len(kernels) == len(plan.serves) else None
 
     def _prompt_in_bytes(
         self, plan: LayerPlan, kernel: TokenExperts, hidden: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return the weighted sum of a plan's experts [T, H] for many tokens, multiplied in 8 bits. Experts run in
-        ascending order, as many in one call as are resident."""
+        """Return the weighted sum of a plan's experts [T, H] for many tokens, multiplied in 8 bits. Experts are
+        computed in ascending order; each call computes as many as are resident."""
         counters, width = self.arrivals.counters, top_k_weights.shape[1]
         started, before = self._now(), counters.elsewhere_seconds
         gains, prompt, computed = top_k_weights.flatten().tolist(), PromptExperts(kernel, hidden), 0
@@ -305,8 +309,8 @@ class LayerCompute:
 
 
 class _HandedOver:
-    """A prompt's experts that other units compute. Each unit gets a few at a time, because the workspace has no room
-    for the results of all."""
+    """A prompt's experts that compute units other than the device compute. Each unit gets a few at a time, because the
+    workspace has no room for the results of all experts."""
 
     def __init__(self, serves: Sequence[Serve], units: Mapping[int, ComputeUnit], hidden: Fetched, width: int) -> None:
         self.under_way: dict[ExpertKey, Future[torch.Tensor]] = {}
@@ -320,7 +324,7 @@ class _HandedOver:
                 self.go_on(unit)
 
     def go_on(self, unit: int) -> None:
-        """Submit the next expert to a unit, if one is left for it."""
+        """Submit the next of the prompt's experts to a compute unit, if one is left for it."""
         if self._waiting[unit]:
             serve = self._waiting[unit].popleft()
             (self.under_way[serve.key],) = self._units[unit].submit([_wanted(serve, self._width)], self._hidden)

@@ -29,7 +29,7 @@ class Helpers(Protocol):
 
 
 class Held:
-    """The memory and threads that one engine owns and that end with it. They must not refer to the engine or its
+    """The memory and threads that belong to one engine and end with it. They must not refer to the engine or its
     model."""
 
     def __init__(self, engine: object, transfers: Transfers, arena: Arena, helpers: Sequence[Helpers]) -> None:
@@ -39,13 +39,13 @@ class Held:
         _living.add(engine)
 
     def release(self) -> None:
-        """End the threads and free the slots now."""
+        """Free the slots and end the threads at once."""
         self._collected.detach()
         _release(*self._parts)
 
 
 def collect_dropped() -> None:
-    """Free the memory and end the threads of engines that nothing refers to any more.
+    """Free the memory and end the threads of engines that the program no longer uses.
 
     A model and its engine refer to each other, and Python may collect such a cycle much later. The call takes some 0.1
     s, and no time if no engine exists.

@@ -15,14 +15,14 @@ from smoe.runtime.step import Step
 
 
 class StepObserver:
-    """The base class of observers. The methods do nothing; override those that you need. An exception in one of them
-    ends the forward pass."""
+    """The base class of observers of a layer's steps. The methods do nothing; override those that you need. An
+    exception in one of them ends the forward pass."""
 
     def routed(self, step: Step) -> None:
-        """Called when a layer's router has chosen, before any expert is replaced or computed."""
+        """Called when a layer's router has chosen experts, before any expert is replaced or computed."""
 
     def planned(self, routing: Routing, decision: Decision) -> None:
-        """Called with the router's choice and the decision how to compute it."""
+        """Called with the router's choice of experts and the decision how to compute them."""
 
     def computed(self, step: Step, output: torch.Tensor) -> None:
         """Called with the output [T, H] of a layer's experts."""

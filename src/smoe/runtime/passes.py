@@ -60,9 +60,9 @@ class Passes:
         turn_timeout_seconds: float | None,
     ) -> None:
         """`rules`: by layer, the scoring rules of routers whose scores a policy reads. `rows_of_pass`: passes the
-        lengths of the texts in a batch to attention; None if the model's attention does not support that.
-        `leaves_little`: our kernels compute almost all products of one token, so the library needs only one thread.
-        `leaves_little_of_prompts`: the same for passes of several tokens."""
+        lengths of the texts in a batch to attention; None if the model's attention does not support texts of different
+        lengths. `leaves_little`: whether our kernels compute almost all products of one token, so that the library
+        needs only one thread. `leaves_little_of_prompts`: the same for passes of several tokens."""
         self.turns = Turns()
         self.executor, self.rules, self.rows_of_pass = executor, rules, rows_of_pass
         self._shut_down: Callable[[], None] | None = None
@@ -105,8 +105,8 @@ class Passes:
             self._answer = before
 
     def close(self, shut_down: Callable[[], None], timeout_seconds: float | None) -> None:
-        """Cancel the running request, and call `shut_down` when it has ended. (`shut_down` may be called twice.) Raise
-        `EngineBusyError` if that takes longer than `timeout_seconds`."""
+        """Cancel the running request, and call `shut_down` when the request has ended. (`shut_down` may be called
+        twice.) Raise `EngineBusyError` if the request does not end within `timeout_seconds`."""
         self._shut_down = shut_down
         if self._process != os.getpid():
             shut_down()  # the thread that has the turn is in another process
@@ -214,7 +214,7 @@ class Passes:
 
     def _apart(self, cache: RowCache | None, tokens: int) -> AbstractContextManager[bool]:
         """Compute the rows of a batch as separate texts during the `with` block. Yield whether each row gets the same
-        bits as in a pass of its own."""
+        bits as in a pass that contains only this row."""
         if cache is None or cache.row_lengths is None or self.rows_of_pass is None:
             return nullcontext(False)
         return self.rows_of_pass.apart(cache.row_keys(tokens), tokens)
@@ -239,14 +239,15 @@ class Passes:
             raise EngineStateError("this model was loaded before a fork; load it in the child process instead")
 
     def refuse_in_pass(self, what: str) -> None:
-        """Raise `EngineStateError` while a forward pass is running. `what`: what cannot be called then, for the
-        message."""
+        """Raise `EngineStateError` while a forward pass is running. `what`: the name, for the message, of the call that
+        is not allowed during a pass."""
         if self._is_in_pass:
             raise EngineStateError(f"{what} cannot be called inside a forward pass (a hook?) of the same model")
 
 
 class Turns:
-    """The turns of one engine. If a thread begins a turn within its own turn, both are the same turn."""
+    """The turns of one engine: the times in which one thread uses the engine and others wait. If a thread begins a turn
+    within its own turn, both are the same turn."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -270,10 +271,10 @@ class Turns:
     def taken(
         self, timeout_seconds: float | None, bound: str, cancellations: Sequence[Cancellation] = ()
     ) -> Iterator[None]:
-        """Give the calling thread the turn during the `with` block.
+        """Give the calling thread the turn, the exclusive use of the engine, during the `with` block.
 
-        Raises `EngineBusyError` after waiting for `timeout_seconds` (None: no limit); `bound` is the name that the
-        error gives to this limit. Raises `GenerationCancelledError` if one of `cancellations` ends the call before its
+        Raises `EngineBusyError` after waiting for `timeout_seconds` (None: no limit); `bound` is the name of this limit
+        in the error's message. Raises `GenerationCancelledError` if one of `cancellations` ends the call before its
         turn.
         """
         if self.is_mine:

@@ -69,7 +69,7 @@ class Prefetching:
         time of that moment."""
 
     def use(self, predictors: Mapping[Phase, Predictor]) -> None:
-        """Run these predictors from now on, one for each phase."""
+        """From now on, run these predictors, one for each phase."""
         self.predictors = predictors
 
     @property
@@ -78,8 +78,8 @@ class Prefetching:
         return self.trial is None or self.trial.is_on
 
     def begin(self, step: Step, decision: Decision) -> Meanwhile:
-        """Run the predictor of the step's phase if it is due before the experts, or start it concurrently with them.
-        Return the work that remains to be done between the experts."""
+        """Run the predictor of the step's phase before the experts if it is due there, or start it concurrently with
+        the experts. Return the work that the computing thread must still do between experts."""
         predictor, plan = self.predictors[step.phase], decision.plan
         sight = Sight(step.layer, step.hidden, None, real_rows(decision.routing))
         if predictor.asked is Moment.RESIDENTS_DONE:
@@ -128,7 +128,7 @@ class Prefetching:
             trial.pass_over(*guesses)
 
     def reset(self) -> None:
-        """Forget all measurements."""
+        """Delete all measurements of prefetching."""
         self.look_ahead_trial = LookAheadTrial()
         self.trial = Trial() if self.trial is not None else None
         self.awaited.clear()

@@ -39,18 +39,18 @@ class ReadAlong:
 
     @property
     def position_bytes(self) -> int:
-        """The bytes of the keys and values of one position, in all layers."""
+        """The size in bytes of the keys and values of one position, in all layers."""
         return self._pattern.position_bytes
 
     def learn(self, text: int, begin: int, end: int, rows: Any) -> None:
-        """Store the keys and values of the positions `begin` to `end` of a text, given as bytes. Raise `ValueError` if
-        earlier positions are missing."""
+        """Store the keys and values of the positions `begin` to `end` - 1 of a text, given as bytes in `rows`. Raise
+        `ValueError` if earlier positions are missing."""
         self._turn_to(text, begin)
         self._cache.put_in(torch.frombuffer(bytearray(rows), dtype=torch.uint8), begin, end, self._pattern)
 
     def begin(self, text: int, position: int, token: int) -> None:
-        """Decode the token at `position`, which the coordinator decodes at the same time. Raise `ValueError` if keys
-        and values of earlier positions are missing."""
+        """Decode the token at `position` of a text with the draft model, while the coordinator decodes the same token.
+        Raise `ValueError` if keys and values of earlier positions are missing."""
         self._turn_to(text, position)
         if self._cache.length != position or position >= self.capacity:
             raise ValueError(
@@ -67,7 +67,7 @@ class ReadAlong:
         self._ahead.close()
 
     def _turn_to(self, text: int, position: int) -> None:
-        """Drop all stored positions if they belong to another text, else those from `position` on."""
+        """Drop stored positions: all of them if they belong to another text, else those from `position` on."""
         if text == self._text and position >= self._cache.length:
             return
         self._ahead.pause(self._cache)

@@ -12,15 +12,16 @@ from smoe.runtime.substitution import Substitution
 
 
 class Scored(NamedTuple):
-    """The scores of a layer's router for all experts, and the rule that turns scores into a choice and weights."""
+    """The scores of a layer's router for all experts, and the rule that turns scores into chosen experts and routing
+    weights."""
 
     rule: Rule
     scores: torch.Tensor
     """[T, E]"""
 
     def choice_of(self, tokens: Sequence[int] | None) -> torch.Tensor:
-        """Return the scores by which experts are chosen, [tokens, E], for the tokens with these numbers (None: for
-        all)."""
+        """Return the scores by which experts are chosen, [tokens, E]. `tokens`: the indices of the tokens; None: all
+        tokens."""
         return self.rule.choice(self.scores if tokens is None else self.scores[list(tokens)])
 
 

@@ -31,8 +31,8 @@ system."""
 
 
 class Reserve:
-    """The bytes of the budget that are reserved for the largest step and the longest texts. Only one thread at a time
-    may use it."""
+    """The bytes of the memory budget that are reserved for the largest step and the longest texts. Only one thread at a
+    time may use this object."""
 
     def __init__(
         self,
@@ -44,8 +44,9 @@ class Reserve:
         sequences: int,
         position_bytes: int,
     ) -> None:
-        """`config`: the model's configuration. `position_bytes`: the bytes of the KV cache for one of the
-        `context_tokens * sequences` positions. What remains of the KV cache's entry is always in use."""
+        """`config`: the model's configuration. `position_bytes`: the size of the KV cache for one of the
+        `context_tokens * sequences` positions. The ledger's entry for the KV cache may be larger; its remainder is
+        always in use."""
         self._ledger, self._executor, self._arena = ledger, executor, arena
         cache_bytes = ledger.demand.kv_cache_bytes
         self.caches = Caches(config, context_tokens, sequences, cache_bytes, self.note_growth)
@@ -122,23 +123,23 @@ class Caches:
         self.peak_bytes = 0
 
     def new(self, sequences: int) -> RowCache:
-        """Return a cache of `sequences` rows that divide all positions among them."""
+        """Return a KV cache of `sequences` rows. The rows share all positions that the budget allows."""
         return self._kept(self._made_of(sequences, self._reserved // sequences))
 
     def new_ones(self) -> list[RowCache]:
-        """Return one cache of one row for each sequence of the budget."""
+        """Return as many KV caches of one row as the budget allows sequences."""
         return [self._kept(self._made_of(1, self._context_tokens)) for _ in range(self._sequences)]
 
     @property
     def backed_tokens(self) -> int:
-        """The number of positions, in all caches, for which memory may be allocated."""
+        """The number of positions, in all KV caches, for which memory may be allocated."""
         return sum(cache.backed_tokens for cache in self._alive())
 
     def _made_of(self, rows: int, tokens: int) -> RowCache:
         return RowCache(self._config, rows, tokens, weakref.ref(self))
 
     def check(self) -> None:
-        """Assert that the caches in use take no more bytes than the ledger's entry for them."""
+        """Assert that the KV caches in use take no more bytes than the ledger's entry for them."""
         used = sum(cache.nbytes for cache in self._alive())
         self.peak_bytes = max(self.peak_bytes, used)
         assert used <= self._promised_bytes, f"the KV caches take {used} bytes, the ledger has {self._promised_bytes}"

@@ -21,7 +21,7 @@ from smoe.runtime.execute import LayerExecutor
 
 
 def pass_resident_experts(token_pass: TokenPass, engine: Engine) -> None:
-    """Let decode steps of one token compute experts without a plan, whenever all experts are resident."""
+    """Make decode steps of one token compute experts without a plan, whenever all experts are resident."""
     routed = {layer.index: layer.routed for layer in token_pass.layers if layer.routed is not None}
     if len(routed) == len(token_pass.layers) and engine.store.layers.keys() == routed.keys():
         residents = ResidentExperts(engine, [(layer, of.router) for layer, of in routed.items()])
@@ -29,7 +29,7 @@ def pass_resident_experts(token_pass: TokenPass, engine: Engine) -> None:
 
 
 class ResidentExperts:
-    """The experts of all layers, to be computed without plans while all of them are resident."""
+    """The experts of all layers, for computing them without plans while all of them are resident."""
 
     def __init__(self, engine: Engine, routers: list[tuple[int, TokenRouter]]) -> None:
         self._engine, self._routers = engine, routers
@@ -39,8 +39,8 @@ class ResidentExperts:
         """The number of loads that had ended when `_layers` was made."""
 
     def layers(self) -> list[_ResidentLayer] | None:
-        """Return the layers in their order; None while an expert is missing, or while an observer or a lossy option is
-        active."""
+        """Return the layers in their order. Return None while an expert is missing, or while an observer or a lossy
+        option is active."""
         executor = self._engine.executor
         table = executor.table
         is_complete = len(table.ready) == self._experts and not table.inflight and not table.staged
@@ -64,7 +64,7 @@ class ResidentExperts:
 
 
 class _ResidentLayer:
-    """The resident experts of one layer, and the prepared kernel call that computes those that the router has
+    """The resident experts of one layer, and the prepared kernel call that computes the experts that the router has
     chosen."""
 
     def __init__(self, executor: LayerExecutor, layer: int, router: TokenRouter, kernel: TokenExperts) -> None:
@@ -97,8 +97,8 @@ class _ResidentLayer:
 
 
 def _is_plain(executor: LayerExecutor) -> bool:
-    """Return whether a step only computes the chosen experts, on this device: no lossy option, observer or other unit
-    takes part."""
+    """Return whether a step only computes the chosen experts on this device, without a lossy option, an observer or
+    another compute unit."""
     switches = executor.substitution.switches
     return (
         not executor.observers

@@ -57,7 +57,7 @@ class RunningAhead:
         self._thread: threading.Thread | None = None
 
     def tell(self, listener: Listener) -> None:
-        """Let `listener` receive every prediction as soon as it is made."""
+        """Make `listener` receive every prediction as soon as it is made."""
         self._draft_predictions.listener = listener
 
     def begin(self, token: int, cache: RowCache) -> None:
@@ -80,8 +80,8 @@ class RunningAhead:
                 self._unchanged = min(self._unchanged, cache.length)
 
     def predicted(self) -> tuple[list[Expected], list[Expected]]:
-        """Return two lists: the predictions so far for the token that the model decodes, and those for the next
-        token."""
+        """Return two lists of predictions that have been made: those for the token that the model is decoding, and
+        those for the token after it."""
         with self._changed:
             return self._draft_predictions.predicted()
 
@@ -108,7 +108,7 @@ class RunningAhead:
         return self._is_ending or (self._is_done and self._next() is None)
 
     def _next(self) -> TokenStep | None:
-        """Return the step that the draft model should decode now, or None."""
+        """Return the step that the draft model should decode next, or None if it should wait."""
         asked, last = self._draft_predictions.asked, self._decoding
         if asked is None:
             return None
@@ -120,7 +120,7 @@ class RunningAhead:
         return None
 
     def _cancel_unless(self, wanted: TokenStep | None) -> None:
-        """Cancel the running step unless it equals `wanted`."""
+        """Cancel the running step of the draft model unless it equals `wanted`."""
         if not self._is_done and self._decoding != wanted:
             self._draft.text.engine.cancel()
 
@@ -158,11 +158,11 @@ class RunningAhead:
 
 
 class Ahead(Protocol):
-    """A draft model that follows the model's text, on this or another machine. The model's thread calls these methods;
+    """A draft model that follows the model's text, on this or another machine. The model's thread calls its methods;
     `close` ends the draft model."""
 
     def tell(self, listener: Listener) -> None:
-        """Let `listener` receive every prediction as soon as it is made, on any thread."""
+        """Make `listener` receive every prediction as soon as it is made, on any thread."""
 
     def begin(self, token: int, cache: RowCache) -> None:
         """Decode `token`, which follows the tokens in the model's `cache`."""
@@ -171,8 +171,8 @@ class Ahead(Protocol):
         """Stop predicting, because the model reads a prompt (after the tokens in `cache`) or decodes a batch."""
 
     def predicted(self) -> tuple[list[Expected], list[Expected]]:
-        """Return two lists: the predictions so far for the token that the model decodes, and those for the next
-        token."""
+        """Return two lists of predictions that have been made: those for the token that the model is decoding, and
+        those for the token after it."""
 
     def close(self) -> None: ...
 

@@ -52,8 +52,8 @@ def attach(model: PreTrainedModel, sites: list[ExpertsSite], engine: Engine, lis
 
 
 def observe_routers(model: PreTrainedModel, engine: Engine, listen: Mapping[int, str]) -> list[RemovableHandle]:
-    """Pass the logits of routers to the engine; `listen` gives the routers' paths by layer. Return the hooks, whose
-    removal ends this."""
+    """Pass the logits of routers to the engine. `listen`: the routers' paths by layer. Return the hooks; removing them
+    ends the passing."""
     modules = dict(model.named_modules())
     return [modules[name].register_forward_hook(_note_logits(engine, layer)) for layer, name in listen.items()]
 

@@ -20,7 +20,8 @@ from smoe.runtime.step import Step
 
 
 class LayerExperts(NamedTuple):
-    """The experts of one layer in one step, for a stand-in to compute."""
+    """The experts of one layer in one step, with methods by which a stand-in (a function that replaces the layer's
+    experts) computes them."""
 
     executor: LayerExecutor
     step: Step
@@ -40,7 +41,8 @@ class LayerExperts(NamedTuple):
         return self.executor.run(self.step._replace(top_k_index=top_k_index, top_k_weights=top_k_weights))
 
     def low(self, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Return the output [T, H] as `own` does, but of low copies, which the engine must have."""
+        """Return the output [T, H] of the low-precision copies of the experts `top_k_index` [T, K] with the weights
+        `top_k_weights` [T, K]; the index E means "no expert". The engine must have low-precision copies."""
         with self.executor.by_low_copies():
             return self.own(top_k_index, top_k_weights)
 

@@ -11,8 +11,8 @@ from smoe.runtime.rerouting import Scored
 
 
 class Step(NamedTuple):
-    """One layer's input and routing. The T rows belong to `sequences` sequences of equal length, one sequence after the
-    other."""
+    """The input and routing of one layer in one pass. The T rows belong to `sequences` sequences of equal length, one
+    sequence after the other."""
 
     layer: int
     phase: Phase

@@ -10,7 +10,7 @@ from smoe.policy.step import Switches
 
 
 class Substitution(NamedTuple):
-    """How experts are replaced: the settings of the decision, and how substitutes get their weights."""
+    """The settings by which missing experts are replaced, and by which substitutes get their routing weights."""
 
     switches: Switches = Switches()
     inherits_weight: bool = False

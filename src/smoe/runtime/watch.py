@@ -48,7 +48,8 @@ class PassNote(NamedTuple):
 
 
 class Watch(StepObserver):
-    """The notes on one engine. Besides the engine's thread, one other thread may call `begin`, `taken` and `end`."""
+    """The events that a browser page shows for one engine. In addition to the engine's thread, one other thread may
+    call `begin`, `taken` and `end`."""
 
     def __init__(self, executor: LayerExecutor, first: Mapping[int, int]) -> None:
         """`first`: for each layer, the number of its first expert."""
@@ -74,8 +75,8 @@ class Watch(StepObserver):
         self._executor.observers = [each for each in self._executor.observers if each is not self]
 
     def taken(self) -> tuple[dict[str, list[int]], list[PassNote]]:
-        """Return all events since the last call, oldest first: lists of expert numbers by kind of event, and the
-        passes."""
+        """Return all events since the last call, oldest first: lists of expert numbers by kind of event, and the notes
+        on passes."""
         return {name: _drained(queue) for name, queue in self._events.items()}, _drained(self._passes)
 
     def routed(self, step: Step) -> None:
@@ -111,7 +112,7 @@ class Watch(StepObserver):
                 self._events["by_cpu" if serve.unit < FIRST_WORKER else "by_worker"].append(first + serve.key[1])
 
     def _note_guesses(self, plan: LayerPlan) -> None:
-        """Record prefetches that have begun, that were used by this plan, and that were dropped without use."""
+        """Record prefetches that have begun, that this plan has used, and that were dropped without use."""
         staged, here = self._staged, self._executor.table.staged
         right = [serve.key for serve in plan.serves if serve.key in staged]
         wrong = [key for key in staged if key not in here]
