@@ -1,9 +1,10 @@
-"""Stores how a model's choices of experts are distributed by importance. From this follow the thresholds below which
-experts are computed by low copies or dropped (HOBBIT, section 3.2).
+"""Stores how a model's choices of experts are distributed by importance. From this distribution follow two thresholds.
+Experts of low importance are computed from low-precision copies, and those of the lowest are dropped (HOBBIT, section
+3.2).
 
 `smoe tune --shares 67,30,3` measures the distribution on a text, and stores it in the user's cache. The folder of a
-model may contain one as well, `smoe-thresholds.json`, as that of the embedded model does. The shares are percentages of
-all choices, resident or not; only missing experts are loaded as low copies or dropped.
+model may contain one as well, `smoe-thresholds.json`, as that of the embedded model does. The three percentages are
+shares of all choices, resident or not; only missing experts are loaded as low-precision copies or dropped.
 """
 
 from __future__ import annotations

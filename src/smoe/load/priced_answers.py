@@ -25,8 +25,8 @@ class PricedAnswers(TunedValue):
     errors: PriceTable
     """The standard error of each of the table's values."""
     low_precision: str
-    """The precision of the low copies. `none` means that there were no low copies; a low copy then costs as much as a
-    dropped expert."""
+    """The precision of the low-precision copies. `none` means that there were none; a low-precision copy then costs as
+    much as a dropped expert."""
     tokens: int
     text: str
 

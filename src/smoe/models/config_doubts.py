@@ -23,7 +23,8 @@ def read_as(fields: Mapping[str, Any], family: str) -> str:
 
 
 def doubts_of(fields: Mapping[str, Any], spec: ModelSpec, is_quantised: bool) -> tuple[str, ...]:
-    """Return the remarks about a model whose weight files are not on disk. `fields`: those of config.json."""
+    """Return the remarks about a model whose weight files are not on disk, one for each point that config.json leaves
+    open. `fields`: the fields of config.json."""
     found = [_of_further_layers(fields, spec), _of_type(fields, spec), _of_tied(fields, spec)]
     return tuple(doubt for doubt in (*found, _of_lists(spec) if is_quantised else None) if doubt is not None)
 

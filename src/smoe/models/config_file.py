@@ -48,7 +48,7 @@ def check_config(folder: Path) -> str:
 
 
 def check_sizes(value: Any, path: Path, depth: int = 0) -> None:
-    """Raise `CheckpointError` if a configuration, or a value nested in it, has an impossible size."""
+    """Raise `CheckpointError` if a field of a configuration, or of an object nested in it, has an impossible size."""
     if depth > _DEPTH:
         raise CheckpointError(f"{path} is corrupt: it is nested too deeply; download it again")
     if isinstance(value, list):
@@ -64,8 +64,8 @@ def check_sizes(value: Any, path: Path, depth: int = 0) -> None:
 
 
 def check_number(key: str, value: Any, path: Path) -> None:
-    """Raise `CheckpointError` if `value` is NaN, is infinite (allowed for limits only), or is a boolean although the
-    field `key` is a number."""
+    """Raise `CheckpointError` if the value of the field `key` is NaN, is infinite (allowed for limits only), or is a
+    boolean although the field is a number."""
     is_odd = isinstance(value, float) and not math.isfinite(value)
     if is_odd and (math.isnan(value) or "limit" not in key):
         raise CheckpointError(f"{path}: {key!r} is {value!r}, it must be a finite number; download it again")

@@ -80,7 +80,8 @@ class ChoosingFFN(library.DbrxFFN):
 
 
 class ChoosingDbrxForCausalLM(library.DbrxForCausalLM):
-    """The DBRX language model with experts that other code can compute, given the router's choice."""
+    """The DBRX language model, changed so that other code can compute its experts: its routers return the chosen
+    experts."""
 
     @classmethod
     def from_config(cls, config: DbrxConfig, **options: Any) -> ChoosingDbrxForCausalLM:
@@ -109,7 +110,7 @@ class ChoosingDbrxForCausalLM(library.DbrxForCausalLM):
 
 
 class ExpertsOfRows(ConversionOps):
-    """A weight conversion from [E * I, H], one expert below the other, to [E, I, H]."""
+    """A weight conversion from one matrix [E * I, H], in which the experts are one below the other, to [E, I, H]."""
 
     def convert(
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any

@@ -41,9 +41,9 @@ def check_loaded(
 def built_of(
     state: Mapping[str, torch.Tensor], shell: PreTrainedModel, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-    """Return the transformers model with the weights in `state`, and the loading report for `check_loaded`.
+    """Return the transformers model with the weights in `state`, and transformers' loading report for `check_loaded`.
 
-    The names in `state` are those of the checkpoint or of transformers. `shell` is the same model without weights.
+    The keys of `state` are names of the checkpoint or of transformers. `shell` is the same model without weights.
     """
     loaded, report = type(shell).from_pretrained(
         None,
@@ -58,12 +58,12 @@ def built_of(
 
 
 def move_to_own_memory(model: PreTrainedModel) -> None:
-    """Copy the weights from the files that transformers has mapped to memory that smoe allocates.
+    """Copy the weights from files that transformers has memory-mapped to memory that smoe allocates.
 
     If a mapped file is truncated, the process is killed; if it is overwritten, the model changes; and the system may
     drop mapped pages. bf16 matrices are aligned to cache lines, because at the file's alignment products are a seventh
-    slower (docs/log/kernels.md). For other types, the bits of a product depend on the address within a cache line, and
-    grade E0 promises transformers' bits. So other matrices have the same offset within a cache line as before.
+    slower (docs/log/kernels.md). Matrices of other types keep their offset within a cache line. The bits of their
+    products depend on this offset, and grade E0 promises transformers' bits.
     """
     for parameter in model.parameters():  # tied parameters occur once in this iteration and stay tied
         parameter.data = _own(parameter.data)

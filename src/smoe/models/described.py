@@ -37,11 +37,11 @@ class Described(Protocol):
         """Return whether the weight files are on disk, not only the configuration. No weights are read."""
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """Return every tensor by its key in the files, read from the headers alone."""
+        """Return every tensor of the model by its key in the files. Only file headers are read."""
 
     def experts(self, spec: ModelSpec) -> dict[int, StoredLayer]:
         """Return the location of every layer's routed experts, in the precision of `spec`. The names, shapes and types
-        of all other weights are compared with `spec` too."""
+        of all non-expert weights are compared with `spec` too."""
 
     def quantised_bytes(self, spec: ModelSpec) -> Mapping[int, int] | None:
         """Return {layer: bytes of one quantized expert}, or None if the experts are not quantized. Raise `ConfigError`
@@ -55,10 +55,11 @@ class Described(Protocol):
         """Return the size of the files. If there are no weight files, it is the size that the configuration implies."""
 
     def doubts(self, spec: ModelSpec) -> tuple[str, ...]:
-        """Return remarks, one sentence each, about what the configuration alone leaves open."""
+        """Return remarks, one sentence each, about points that the model's configuration alone leaves open."""
 
     def packed(self, contents: Contents) -> Packed | None:
-        """Return the file with these contents that `smoe pack` has written, or None if there is none."""
+        """Return the file that `smoe pack` has written with the experts that `contents` describes, or None if there is
+        no such file."""
 
     def check_servable(self) -> None:
         """Raise `UnsupportedModelError` if the configuration shows that the experts can only be used after `smoe

@@ -31,8 +31,8 @@ class EndedRows:
 
     @contextmanager
     def observed(self, is_plain: bool) -> Iterator[None]:
-        """Observe one `generate` call during the `with` block. `is_plain`: whether the call uses transformers' own
-        decoding loop."""
+        """Observe one `generate` call of the model during the `with` block. `is_plain`: whether the call uses
+        transformers' own decoding loop."""
         before = self._is_plain, self._cache
         self._is_plain, self._cache = is_plain, None
         try:

@@ -97,8 +97,8 @@ def _real_rotary_embeddings(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _on_real_tensors(real: nn.Module) -> Callable[..., Any]:
-    """Return a forward function that calls `real`, a rotary embedding in main memory. All positions are 0, because only
-    the shapes matter."""
+    """Return a forward function for meta tensors that calls `real`, a rotary embedding in main memory. All positions
+    are 0, because only the shapes of the results matter."""
 
     def forward(x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         like, positions = torch.empty(0, dtype=x.dtype), torch.zeros(position_ids.shape, dtype=torch.long)
@@ -133,7 +133,8 @@ def _probe_experts(layer: int, notes: _Notes) -> Callable[..., torch.Tensor]:
 
 
 def _cache_bytes(cache: DynamicCache, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the cache bytes per token and the state bytes per sequence, for one row of the batch."""
+    """Return the bytes that a KV cache takes per token and the bytes of recurrent state per sequence, for one row of
+    the batch."""
     per_token = fixed = 0
     for layer in cache.layers:
         for name, value in vars(layer).items():
@@ -147,7 +148,7 @@ def _cache_bytes(cache: DynamicCache, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """Return the state tensors (three dimensions or more) in the value of a cache layer's attribute."""
+    """Return the state tensors (three dimensions or more) in the value of one attribute of a cache layer."""
     values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
     return [tensor for tensor in values if isinstance(tensor, torch.Tensor) and tensor.dim() >= 3]
 

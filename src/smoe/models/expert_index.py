@@ -37,8 +37,8 @@ def index_experts(
     """Return the stored tensors of every expert, by layer. `model` may be on the meta device, and must have its
     experts.
 
-    Raise `CheckpointError` if names or shapes in the checkpoint differ from the model's, for experts and for other
-    weights. transformers itself would allocate and initialize what is missing.
+    Raise `CheckpointError` if names or shapes in the checkpoint differ from those of the model, for experts or for
+    other weights. transformers itself would allocate and initialize missing weights.
     """
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
@@ -149,7 +149,8 @@ def _operations(converter: WeightConverter) -> set[str]:
 
 
 def _is_turned(converter: WeightConverter, tensor: StoredTensor, parameter: torch.Tensor) -> bool:
-    """Return whether transformers transposes the matrices of a fused tensor: always, or only if the shapes differ."""
+    """Return whether transformers transposes the matrices of a fused tensor: always, or only if their shapes in the
+    file and in the model differ."""
     if _operations(converter) != _TURNING:
         return False
     return tensor.shape != tuple(parameter.shape) or not getattr(converter.operations[0], "check_dims", False)
@@ -166,7 +167,8 @@ def _check_operations(converter: WeightConverter, key: str) -> None:
 def _of_experts(
     key: str, tensor: StoredTensor, site: ExpertsSite, converter: WeightConverter
 ) -> Iterator[tuple[int, StoredTensor]]:
-    """Yield (expert, tensor) pairs from a stored tensor. It belongs to one expert, or has a slice for each expert."""
+    """Yield (expert number, tensor) pairs from a stored tensor, which belongs to one expert or has a slice for each
+    expert."""
     if _operations(converter) == _TURNING:
         yield from ((expert, row_of(tensor, expert)) for expert in range(_fused_experts(site, tensor)))
         return

@@ -36,7 +36,7 @@ Pieces = dict[str, dict[int, StoredTensor]]
 
 
 class Sorted(NamedTuple):
-    """The tensors of a checkpoint, divided into those of experts and others."""
+    """The tensors of a checkpoint, divided into tensors of experts and other tensors."""
 
     experts: Mapping[tuple[str, int], Pieces]
     """Tensors of experts by (module, expert number)."""
@@ -45,7 +45,8 @@ class Sorted(NamedTuple):
 
 
 def index_by_keys(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> dict[int, StoredLayer]:
-    """Return the stored tensors of every expert by layer. Raises `UndescribedError` if files and outline differ."""
+    """Return the stored tensors of every expert, by layer. Raises `UndescribedError` if the files and the model's
+    outline differ."""
     found = sorted_by_keys(spec, tensors)
     outline = spec.outline
     missing = outline.stored.keys() - outline.of_experts - found.others.keys()
@@ -68,7 +69,8 @@ def layers_by_keys(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> dict
 
 
 def sorted_by_keys(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> Sorted:
-    """Return the tensors, divided into those of each expert and others by the key patterns of the family."""
+    """Return the tensors of a checkpoint, divided by the key patterns of the model's family into tensors of experts and
+    other tensors."""
     family, modules = FAMILIES[spec.config.model_type], {site.name: site for site in spec.sites}
     experts: dict[tuple[str, int], Pieces] = {}
     others: dict[str, StoredTensor] = {}

@@ -103,7 +103,8 @@ def is_transposed(module: nn.Module, part: str) -> bool:
 
 @contextmanager
 def without_expert_weights(model: PreTrainedModel) -> Iterator[None]:
-    """During the `with` block, build models of the same experts classes without parameters for experts.
+    """During the `with` block, make transformers build models of the same experts classes without parameters for
+    experts.
 
     transformers' loader then finds no parameters for the experts' keys, and does not read them.
     """

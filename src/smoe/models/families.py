@@ -73,7 +73,8 @@ def _defaults(
     positions: int,
     **others: Any,
 ) -> dict[str, Any]:
-    """Return the default fields that all families have, and those of one family."""
+    """Return the default values of the configuration fields of one family: those that all families have, with the given
+    values, and the family's own fields `others`."""
     usual = {
         "vocab_size": vocabulary,
         "hidden_size": hidden,

@@ -118,8 +118,8 @@ def qwen3_5(name: str, c: PlainConfig, layer: int) -> Weights:
 
 
 def _full_or_linear(name: str, c: PlainConfig, layer: int, widths: Mapping[str, int]) -> Weights:
-    """Yield the weights of attention whose queries have gates, or of linear attention with projections of these
-    widths."""
+    """Yield the weights of a layer's attention: full attention whose queries have gates, or linear attention. `widths`:
+    the output widths of linear attention's input projections, by name."""
     if _kinds(c)[layer] == "full_attention":
         yield from heads(f"{name}.self_attn", c, c.attention_bias, c.attention_bias, gates=2)
         yield from head_norms(f"{name}.self_attn", c)
@@ -135,7 +135,7 @@ def _full_or_linear(name: str, c: PlainConfig, layer: int, widths: Mapping[str, 
 
 
 def _linear_widths(c: PlainConfig) -> tuple[int, int]:
-    """Return (width of the keys, width of the values) of linear attention, over all heads."""
+    """Return (width of the keys, width of the values) of linear attention, summed over all heads."""
     return c.linear_num_key_heads * c.linear_key_head_dim, c.linear_num_value_heads * c.linear_value_head_dim
 
 
@@ -169,8 +169,8 @@ def deepseek_v32(name: str, c: PlainConfig, layer: int) -> Weights:
 
 
 def _indexers(c: PlainConfig) -> Sequence[str]:
-    """Return for each layer whether it has an indexer of its own (`full`) or uses the choice of the layer before
-    (`shared`)."""
+    """Return, for each layer, whether it has an indexer of its own (`full`) or uses the previous layer's selection of
+    positions (`shared`)."""
     return _each_of(c, "indexer_types", ("full", "shared")) or ["full"] * c.num_hidden_layers
 
 

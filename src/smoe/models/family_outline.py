@@ -67,8 +67,8 @@ def _check(c: PlainConfig) -> None:
 
 
 def outline_by_family(config: PlainConfig, dtype: Dtype) -> Outline:
-    """Return the outline of a model: the names and sizes of its parts. Raise `UndescribedError` if the description of
-    the family does not cover the model."""
+    """Return the outline of a model: the names and sizes of its weights, experts and caches. Raise `UndescribedError`
+    if the description of the family does not cover the model."""
     family = FAMILIES[config.model_type]
     weights = _weights(config, family)
     if dtype == F32:

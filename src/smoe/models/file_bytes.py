@@ -41,7 +41,7 @@ def expected_bytes(outline: Outline, dtype: Dtype, scheme: Scheme | None, has_mx
 
 
 def _expert_bytes(site: ExpertsSite, part: Part, dtype: Dtype, scheme: Scheme | None, has_mxfp4: bool) -> int:
-    """Return the bytes of one part (such as `gate_up_proj`) of all experts of a layer."""
+    """Return the size in bytes, in the files, of one weight (such as `gate_up_proj`) of all experts of a layer."""
     kind = None if scheme is None else scheme.of_experts(site.name)
     if len(part.shape) == 1 or (kind is None and not has_mxfp4):
         return site.experts * math.prod(part.shape) * dtype.itemsize
@@ -50,7 +50,7 @@ def _expert_bytes(site: ExpertsSite, part: Part, dtype: Dtype, scheme: Scheme | 
 
 
 def _layer_bytes(name: str, weight: Weight, dtype: Dtype, scheme: Scheme | None) -> int:
-    """Return the bytes of one non-expert weight."""
+    """Return the size in bytes, in the files, of one non-expert weight."""
     owner, _, key = name.rpartition(".")
     if scheme is not None and key == "weight" and weight.is_linear:
         kind = scheme.of(owner)

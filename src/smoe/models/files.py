@@ -35,7 +35,8 @@ _GIVE = "give a model folder, a GGUF file, a hub id such as Qwen/Qwen3-30B-A3B, 
 def local_place(model: str | Path) -> Path | None:
     """Return the folder or GGUF file of a model on disk, or None if `model` has the form of a hub id.
 
-    For a split GGUF model it is the first part. Raise `ModelError` if `model` is a path and there is no model.
+    For a split GGUF model, return the path of its first file. Raise `ModelError` if `model` is a path and no model is
+    there.
     """
     if str(model) == DEMO:
         if not (DEMO_FOLDER / "config.json").exists():
@@ -104,7 +105,7 @@ def _checked(folder: Path) -> Path:
 
 
 def _gguf_models(folder: Path) -> list[Path]:
-    """Return the first part of every GGUF model in a folder. Files that only accompany a model are left out."""
+    """Return the first file of every GGUF model in a folder. Files that only accompany a model are left out."""
     parts = sorted(path for path in folder.iterdir() if path.suffix.lower() == ".gguf" and path.is_file())
     first = {part_stem(path.name): path for path in reversed(parts) if not is_companion(path.name)}
     companions = tuple(path.name for path in parts if is_companion(path.name))
@@ -115,7 +116,7 @@ def _gguf_models(folder: Path) -> list[Path]:
 
 @cache
 def _remark_companions(folder: Path, names: tuple[str, ...]) -> None:
-    """Log, once per folder, which accompanying files are skipped."""
+    """Log, once per folder, the names of skipped files that only accompany a model."""
     _log.warning(
         "%s also holds %s: files of an image encoder, of a quantiser or of multi-token prediction, which are skipped",
         folder,
@@ -214,8 +215,8 @@ def check_disk(where: Path, needed_bytes: int, purpose: str) -> None:
 
 @contextmanager
 def naming(what: str, error: type[ModelError] = CheckpointError) -> Iterator[None]:
-    """During the `with` block, convert any exception that a library raises about a checkpoint to `error`. The message
-    begins with `what`.
+    """During the `with` block, convert any exception that a library raises about a checkpoint to the class `error`. The
+    message begins with `what`.
 
     The libraries do not document their exceptions for damaged files. The parser in tokenizers may even panic, which
     does not raise an `Exception`.

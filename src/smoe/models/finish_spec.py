@@ -21,8 +21,8 @@ _Spec = TypeVar("_Spec", bound=ModelSpec)
 
 
 def finished(spec: _Spec, checkpoint: Described, config: EngineConfig) -> _Spec:
-    """Return the spec with its quantized weights and file sizes. They come from the files, or from the configuration
-    alone."""
+    """Return the spec completed with its quantized weights and file sizes. These come from the files, or from the
+    configuration if there are no files."""
     _check_used(spec.outline, checkpoint.config_place)
     dense = checkpoint.quantised_dense(spec) if config.dense_precision == "as-stored" else {}
     spec = with_experts_of(replace(spec, dense=dense), checkpoint, config)
@@ -31,7 +31,7 @@ def finished(spec: _Spec, checkpoint: Described, config: EngineConfig) -> _Spec:
 
 
 def with_experts_of(spec: _Spec, checkpoint: Described, config: EngineConfig) -> _Spec:
-    """Return the spec with the experts, and their low copies, in the configured precisions.
+    """Return the spec with the experts, and their low-precision copies, in the configured precisions.
 
     Raises `ConfigError` if the files do not allow a precision.
     """
@@ -41,7 +41,8 @@ def with_experts_of(spec: _Spec, checkpoint: Described, config: EngineConfig) ->
 
 
 def _low_copies(spec: _Spec, checkpoint: Described, config: EngineConfig) -> _Spec:
-    """Return the spec of the low copies. Raise `ConfigError` if they would not be smaller than the experts."""
+    """Return the spec of the experts' low-precision copies. Raise `ConfigError` if the copies would not be smaller than
+    the experts."""
     low = replace(spec, precision=config.low_precision, form=LOW)
     low = replace(low, stored_bytes=checkpoint.quantised_bytes(low))
     if low.expert_bytes >= spec.expert_bytes:

@@ -18,15 +18,15 @@ Tensors = Sequence["torch.Tensor"]
 
 
 def _half_a_head_apart(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return the rows in another order within each head: rotary pairs that are next to each other become pairs half a
-    head apart."""
+    """Return the rows of a query or key matrix in another order within each head. The two rows of a rotary pair are
+    neighbours before, and half a head apart afterwards."""
     apart: torch.Tensor = rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
     return apart
 
 
 def paired_rows(attention: str) -> dict[str, Arrangement]:
-    """Return the arrangements of the query and key matrices of the module `attention` for families whose files store
-    rotary pairs next to each other."""
+    """Return the conversions of the query and key matrices of the module `attention`, for families whose files store
+    the two rows of a rotary pair next to each other."""
     return {
         f"{attention}.{matrix}.{suffix}": Arrangement(
             lambda parts, config, count=count: _half_a_head_apart(parts[0], getattr(config, count)),  # type: ignore[misc]
@@ -41,8 +41,8 @@ PAIRED_ROWS = paired_rows("self_attn")
 
 
 def _latent_values(parts: Tensors, config: Any) -> torch.Tensor:
-    """Return one matrix from keys [heads, rank, width] and values [heads, width, rank], head by head; the keys are
-    transposed."""
+    """Return one matrix made of keys [heads, rank, width], transposed, and values [heads, width, rank], head by
+    head."""
     import torch
 
     keys, values = parts
@@ -58,7 +58,7 @@ def _less_one(parts: Tensors, config: Any) -> torch.Tensor:
 
 
 def _logarithm(parts: Tensors, config: Any) -> torch.Tensor:
-    """Return A_log of a state-space layer from the stored -exp(A_log)."""
+    """Return the weight A_log of a state-space layer, computed from the stored -exp(A_log)."""
     return (-parts[0].float()).log()
 
 
@@ -95,14 +95,15 @@ QUERY_KEY_VALUE_GATE = Arrangement(_query_key_value_gate, ("attn_qkv.weight", "a
 
 
 def _grouped(rows: torch.Tensor, config: Any) -> torch.Tensor:
-    """Return the rows of value heads in another order: heads of the same key head become neighbours."""
+    """Return the rows of value heads in another order, in which value heads of the same key head are neighbours."""
     heads, groups = config.linear_num_value_heads, config.linear_num_key_heads
     grouped: torch.Tensor = rows.unflatten(0, (heads // groups, groups, -1)).transpose(0, 1).flatten(0, 2)
     return grouped
 
 
 def _grouped_behind_keys(parts: Tensors, config: Any) -> torch.Tensor:
-    """Return a matrix of queries, keys and values in which only the value heads are reordered, as by `_grouped`."""
+    """Return a matrix of queries, keys and values. The value heads are reordered as by `_grouped`; queries and keys are
+    unchanged."""
     import torch
 
     keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
@@ -117,7 +118,7 @@ GROUPED_LOGARITHM = Arrangement(lambda parts, config: _logarithm([_grouped(parts
 
 
 def _joined(parts: Tensors, config: Any) -> torch.Tensor:
-    """Return the rows of all tensors, one tensor after the other."""
+    """Return one matrix with the rows of all tensors, one tensor after the other."""
     import torch
 
     return torch.cat(list(parts))
@@ -138,8 +139,8 @@ JOINED_CONVOLUTIONS = Arrangement(_joined_convolutions, tuple(f"ssm_conv1d_{kind
 
 
 def _rows_of(kind: str) -> Arrangement:
-    """Return the arrangement that takes the queries, keys or values (`kind` q, k or v) from a matrix of all three.
-    Layers may differ in the number of key-value heads."""
+    """Return the conversion that takes the queries, keys or values (`kind` q, k or v) from a matrix that contains all
+    three. Layers may differ in the number of key-value heads."""
 
     def rows(parts: Tensors, config: Any) -> torch.Tensor:
         width = config.head_dim

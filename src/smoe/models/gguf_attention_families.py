@@ -66,7 +66,7 @@ def _ernie(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _dbrx(entries: Entries, fields: dict[str, Any]) -> None:
-    """Move the fields into the two nested configurations of transformers' DBRX, under DBRX's names."""
+    """Move the configuration fields into the two nested configurations of transformers' DBRX, under DBRX's names."""
     fields["attn_config"] = {
         "clip_qkv": entries.number("attention.clamp_kqv"),
         "kv_n_heads": fields.pop("num_key_value_heads"),
@@ -104,7 +104,8 @@ def _minimax_m3(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _hy_v3(entries: Entries, fields: dict[str, Any]) -> None:
-    """Add which layers have experts, and the number of shared experts, of which files state the width."""
+    """Add two fields to the configuration: the layers that have experts, and the number of shared experts, which is
+    computed from their total width in the file."""
     fields["mlp_layer_types"] = [
         "sparse" if f"blk.{layer}.ffn_gate_inp.weight" in entries.tensors else "dense"
         for layer in range(fields["num_hidden_layers"])
@@ -114,8 +115,8 @@ def _hy_v3(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _llama4(entries: Entries, fields: dict[str, Any]) -> None:
-    """Add the fields that files lack. They are known for the two published models: Scout (16 experts, scaled positions)
-    and Maverick (128 experts)."""
+    """Add the configuration fields that Llama 4 files lack. Their values are known for the two published models: Scout
+    (16 experts, scaled positions) and Maverick (128 experts)."""
     fields["use_qk_norm"] = fields["num_local_experts"] != 128
     if "rope_freqs.weight" in entries.tensors:
         fields["rope_parameters"] |= {
@@ -128,8 +129,8 @@ def _llama4(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _llama4_frequencies(config: Any) -> list[float]:
-    """Return the factors by which rotary frequencies are divided: the scaling factor for long wavelengths, 1 for short
-    ones."""
+    """Return the factors by which Llama 4's rotary frequencies are divided: the scaling factor for long wavelengths, 1
+    for short ones."""
     rope, width = config.rope_parameters, config.head_dim
     lengths = [2 * math.pi * rope["rope_theta"] ** (2 * n / width) for n in range(width // 2)]
     return [rope["factor"] if each > rope["original_max_position_embeddings"] else 1.0 for each in lengths]

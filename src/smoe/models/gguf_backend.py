@@ -36,8 +36,8 @@ def byte_level(vocabulary: Vocabulary, split: Split) -> Tokenizer:
 
 
 def by_scores(vocabulary: Vocabulary) -> Tokenizer:
-    """Return a tokenizer like SentencePiece's. Pieces of the whole text are merged by score; characters without a token
-    become bytes."""
+    """Return a tokenizer like SentencePiece's. It merges pieces of the whole text by their scores, and encodes
+    characters without a token as bytes."""
     has_prefix = vocabulary.entry("add_space_prefix") is not False
     tokenizer = Tokenizer(_with_bytes(vocabulary, _merges_by_scores(vocabulary)))
     prefix = [normalizers.Prepend(_SPACE)] if has_prefix else []
@@ -47,7 +47,8 @@ def by_scores(vocabulary: Vocabulary) -> Tokenizer:
 
 
 def unsplit(vocabulary: Vocabulary) -> Tokenizer:
-    """Return Gemma 4's tokenizer: BPE merges over the characters of the whole text, which is not split first."""
+    """Return a tokenizer like Gemma 4's, which applies BPE merges to the characters of the whole text without splitting
+    the text first."""
     tokenizer = Tokenizer(_with_bytes(vocabulary, vocabulary.merges()))
     tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
     tokenizer.decoder = _space_decoder(has_prefix=False)
@@ -55,7 +56,8 @@ def unsplit(vocabulary: Vocabulary) -> Tokenizer:
 
 
 def add_whole_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary, strips_right: bool) -> None:
-    """Add tokens that are found as a whole: control tokens, which decoding may skip, and user-defined tokens."""
+    """Add tokens to a tokenizer that are never merged from pieces: control tokens, which decoding may skip, and
+    user-defined tokens."""
     special = vocabulary.of_kind(CONTROL, UNKNOWN)
     tokenizer.add_special_tokens([AddedToken(each, normalized=False, rstrip=strips_right) for each in special])
     own = vocabulary.of_kind(USER_DEFINED)
@@ -70,7 +72,7 @@ def _with_bytes(vocabulary: Vocabulary, merges: list[tuple[str, str]]) -> models
 
 
 def _merges_by_scores(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that together form a token, by descending score."""
+    """Return all pairs of tokens whose concatenation is a token, by descending score."""
     apart = {*vocabulary.of_kind(CONTROL, UNKNOWN, BYTE)}
     numbers = {token: number for token, number in vocabulary.numbers.items() if token not in apart}
     scores = vocabulary.scores()
@@ -90,10 +92,10 @@ def _space_decoder(has_prefix: bool) -> decoders.Decoder:
 
 
 def _respelled(vocabulary: Vocabulary) -> Iterable[decoders.Decoder]:
-    """Yield decoders for added tokens that consist of byte-alphabet letters, such as DeepSeek's 'ü'.
+    """Yield decoders for added tokens that consist of letters of the byte alphabet, such as the token 'ü' of DeepSeek.
 
-    The byte-level decoder would take each of their letters for a byte, so they are replaced by the letters of their
-    bytes.
+    The byte-level decoder would take each letter of such a token for a byte. So the letters are replaced by those that
+    stand for their bytes.
     """
     letters = pre_tokenizers.ByteLevel.alphabet()
     for token in vocabulary.of_kind(CONTROL, UNKNOWN, USER_DEFINED):

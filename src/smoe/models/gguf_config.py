@@ -121,7 +121,8 @@ def gguf_fields(header: GgufHeader, family: GgufFamily, entries: Entries) -> tup
 
 
 def _check_computed(family: GgufFamily, entries: Entries) -> None:
-    """Raise `UnsupportedModelError` if an entry requires a computation that transformers' family does not have."""
+    """Raise `UnsupportedModelError` if a metadata entry requires a computation that transformers' family does not
+    have."""
     for key, allowed in (_ONLY | dict(family.allowed)).items():
         if key in family.sizes or key in family.read:
             continue
@@ -134,15 +135,15 @@ def _check_computed(family: GgufFamily, entries: Entries) -> None:
 
 
 def _is_same(value: Any, allowed: Any) -> bool:
-    """Return whether two values of an entry are equal; true and 1 are not."""
+    """Return whether a metadata entry's value equals an allowed value. True and 1 count as different."""
     return isinstance(value, bool) == isinstance(allowed, bool) and bool(value == allowed)
 
 
 def _shapes(
     path: Path, family: GgufFamily, values: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> dict[str, Any]:
-    """Return the fields that follow from tensors: the vocabulary size, whether embeddings are tied, and sizes without
-    an entry."""
+    """Return the configuration fields that follow from the shapes of tensors: the vocabulary size, whether embeddings
+    are tied, and sizes that have no metadata entry."""
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{path} has no matrix 'token_embd.weight'; download it again")
@@ -165,8 +166,8 @@ def _token(header: GgufHeader, key: str) -> int | None:
 
 
 def _turned_part(family: GgufFamily, values: Mapping[str, Any], entries: Entries) -> dict[str, Any]:
-    """Return the rotated fraction of a head for families in which it varies. In other families, raise
-    `UnsupportedModelError` if it is not 1."""
+    """Return the fraction of a head that rotary embeddings rotate, for families in which it varies. In other families,
+    raise `UnsupportedModelError` if the fraction is not 1."""
     if family.sizes.get("rope.dimension_count", "head_dim") != "head_dim" or "rope.dimension_count" in family.read:
         return {}
     heads = values["num_attention_heads"]

@@ -60,7 +60,8 @@ def tensors_of(experts: StoredLayer) -> Iterator[StoredTensor]:
 
 
 def _stored_part(part: Part, site: ExpertsSite) -> Part:
-    """Return the part in the layout of the file: [outputs, inputs], with the gate's rows before the up rows."""
+    """Return the shape and layout that an expert's weight has in a GGUF file: [outputs, inputs], with the gate's rows
+    before the up rows."""
     name = part.name.removesuffix(_BIAS)
     if name not in _KINDS:
         raise UnsupportedModelError(
@@ -78,7 +79,7 @@ def _every_expert(
     shape: tuple[int, ...],
     tensors: Mapping[str, StoredTensor],
 ) -> Sequence[StoredTensor]:
-    """Return one matrix, or one bias, of every expert of a layer."""
+    """Return the stored tensor of one matrix, or of one bias, of every expert of a layer."""
     key = f"blk.{site.layer}.{stem}_exps.{suffix}"
     fused = tensors.get(key)
     if fused is not None:

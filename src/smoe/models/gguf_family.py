@@ -33,8 +33,8 @@ class Entries(NamedTuple):
     tensors: Mapping[str, StoredTensor]
 
     def number(self, key: str, otherwise: Any = None) -> Any:
-        """Return an entry that is a single number, or a boolean if it is in `SWITCHES`. A list of equal values counts
-        as one value.
+        """Return a metadata entry that is a single number, or a boolean if the entry is in `SWITCHES`. A list of equal
+        values counts as one value.
 
         Raise `CheckpointError` for other values, and if the entry is missing and `otherwise` is not given.
         """
@@ -64,7 +64,8 @@ class Entries(NamedTuple):
 
 
 class Arrangement(NamedTuple):
-    """How stored tensors are converted to a transformers weight that is not simply one of the tensors."""
+    """The conversion of stored tensors to a transformers weight, for weights that are not simply one of the stored
+    tensors."""
 
     whole: Callable[[Sequence[torch.Tensor], Any], torch.Tensor]
     """Takes the tensors and the transformers configuration; returns the weight."""
@@ -80,7 +81,7 @@ class Arrangement(NamedTuple):
 
 @dataclass(frozen=True)
 class GgufFamily:
-    """An architecture of GGUF files and the transformers family that computes the same."""
+    """An architecture of GGUF files, and the transformers family that computes the same function."""
 
     model_type: str
     """The name of the family in transformers."""

@@ -76,8 +76,8 @@ class GgufFile(GgufSizes):
         return read_gguf_tokenizer(self._headers[0])
 
     def _check_implied(self, config: PretrainedConfig) -> None:
-        """Raise `UnsupportedModelError` if a tensor that transformers computes by itself has other values in the
-        file."""
+        """Raise `UnsupportedModelError` if the file contains other values of a tensor than those that transformers
+        computes by itself."""
         for key, numbers in self._family.implied.items():
             tensor = self._tensors.get(key)
             if tensor is None:
@@ -90,7 +90,7 @@ class GgufFile(GgufSizes):
                 )
 
     def _read(self, source: WeightSource, config: PretrainedConfig, target: torch.Tensor) -> None:
-        """Write the values of a weight into `target`."""
+        """Write the values of a weight, converted to transformers' layout, into `target`."""
         if source.arrangement is None:
             read_tensor(self._tensors[source.keys[0]], target)
             return
@@ -99,7 +99,7 @@ class GgufFile(GgufSizes):
             target.copy_(source.arrangement.whole(parts, config).reshape(target.shape))
 
     def _all_codes(self, source: WeightSource, config: PretrainedConfig) -> torch.Tensor:
-        """Return the bytes of a quantized weight, with its rows in transformers' order."""
+        """Return the bytes of a weight that stays quantized, with the rows in transformers' order."""
         parts = [self._codes(self._tensors[key]) for key in source.keys]
         if source.arrangement is None:
             return parts[0]

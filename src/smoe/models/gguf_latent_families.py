@@ -14,8 +14,8 @@ from smoe.models.gguf_window_families import sliding_layers
 
 
 def latent_attention(entries: Entries, fields: dict[str, Any]) -> None:
-    """Add the sizes of multi-head latent attention. Newer files describe one key-value head for all queries, early
-    files all heads."""
+    """Add the configuration fields for the sizes of multi-head latent attention. Newer files describe one key-value
+    head for all queries, early files all heads."""
     keys = entries.number("attention.key_length_mla", entries.values.get("attention.key_length"))
     values = entries.number("attention.value_length_mla", entries.values.get("attention.value_length"))
     fields["num_key_value_heads"] = fields["num_attention_heads"]
@@ -98,7 +98,8 @@ def _deepseek_v4(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _indexed(entries: Entries, fields: dict[str, Any]) -> None:
-    """Add which layers have an indexer of their own. The others use the choice of an earlier layer."""
+    """Add a configuration field with the layers that have an indexer of their own. The other layers use an earlier
+    layer's selection of positions."""
     latent_attention(entries, fields)
     count, dense = fields["num_hidden_layers"], fields["first_k_dense_replace"]
     has_indexer = [f"blk.{layer}.indexer.attn_k.weight" in entries.tensors for layer in range(count)]
@@ -124,7 +125,8 @@ _INDEXED = GgufFamily(
 
 
 def _hy_v4(entries: Entries, fields: dict[str, Any]) -> None:
-    """Add which layers have experts and which an indexer of their own, and the limit of the experts' activation."""
+    """Add configuration fields: the layers that have experts, the layers that have an indexer of their own, and the
+    limit of the experts' activation."""
     latent_attention(entries, fields)
     count = fields["num_hidden_layers"]
     fields["mlp_layer_types"] = dense_first(fields.pop("first_k_dense_replace"), count)
@@ -134,7 +136,8 @@ def _hy_v4(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _dots3(entries: Entries, fields: dict[str, Any]) -> None:
-    """Add the two kinds of layers: those with a window have heads and a latent of other sizes, and no indexer."""
+    """Add the configuration fields for the two kinds of layers. Layers with a sliding window have another number of
+    heads, another size of the latent, and no indexer."""
     count = fields["num_hidden_layers"]
     is_sliding, heads = sliding_layers(entries, count), entries.numbers("attention.head_count", count)
     if entries.values.get("attention.indexer.types", [])[:count] != [not each for each in is_sliding]:
@@ -167,7 +170,8 @@ def _dots3(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _mistral4(entries: Entries, fields: dict[str, Any]) -> None:
-    """Add the factor by which queries grow beyond the training length; most files leave it out."""
+    """Add the configuration field with the factor by which queries grow beyond the training length; most files leave it
+    out."""
     latent_attention(entries, fields)
     fields["rope_parameters"]["llama_4_scaling_beta"] = entries.number("attention.temperature_scale", 0.1)
 

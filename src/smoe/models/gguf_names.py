@@ -19,7 +19,8 @@ layers."""
 
 
 def models_of(wanted: str, names: Iterable[str]) -> list[str]:
-    """Return the models that `wanted` may mean, a quantization or a path, by the paths of their first parts."""
+    """Return the models that `wanted`, a quantization or a path, may mean. Each model is given by the path of its first
+    file."""
     models = _first_parts(names)
     if wanted.lower().endswith(".gguf"):
         return [model for model in models if wanted in (model, *parts_of(model))]
@@ -30,12 +31,12 @@ def models_of(wanted: str, names: Iterable[str]) -> list[str]:
 
 
 def is_companion(name: str) -> bool:
-    """Return whether a file of this name only accompanies a model."""
+    """Return whether a file of this name only accompanies a model, for example as its image encoder."""
     return _COMPANION.search(name) is not None
 
 
 def parts_of(model: str) -> list[str]:
-    """Return the paths of all parts of a model in order, given the path of one part."""
+    """Return the paths of all files of a split model in order, given the path of one of them."""
     path = PurePosixPath(model)
     return [str(path.with_name(name)) for name in part_names(path.name)]
 
@@ -50,7 +51,7 @@ def labels_of(names: Iterable[str]) -> list[str]:
 
 
 def _first_parts(names: Iterable[str]) -> list[str]:
-    """Return the path of the first existing part of every GGUF model."""
+    """Return the path of the first file of every GGUF model, as far as the file exists."""
     first: dict[str, str] = {}
     for name in sorted(names):
         path = PurePosixPath(name)
@@ -60,7 +61,7 @@ def _first_parts(names: Iterable[str]) -> list[str]:
 
 
 def _stem(model: str) -> str:
-    """Return a model's name without part number and file extension."""
+    """Return a model's file name without the number of the file and the extension."""
     return re.sub(r"\.gguf$", "", part_stem(PurePosixPath(model).name), flags=re.IGNORECASE)
 
 

@@ -127,7 +127,7 @@ class GgufSizes:
         return read_headers(self.place)
 
     def _sources(self, spec: ModelSpec) -> dict[str, WeightSource]:
-        """Return the sources of every non-expert weight, by its transformers name."""
+        """Return, for every non-expert weight, the stored tensors from which it is made, by its transformers name."""
         names = [name for name in spec.outline.stored if name not in spec.outline.of_experts]
         return sources_of(self._family, self._entries, names, spec.config.get_text_config().num_hidden_layers)
 

@@ -23,7 +23,7 @@ _CORRECTION = re.compile(r".*\be_score_correction_bias")
 
 
 class WeightSource(NamedTuple):
-    """The stored tensors of a weight, and how they are converted to it."""
+    """The stored tensors from which a transformers weight is made, and their conversion."""
 
     keys: tuple[str, ...]
     """The keys of the tensors."""
@@ -57,12 +57,14 @@ class WeightSource(NamedTuple):
 
 
 def _fit(parts: list[int], whole: int, is_part: bool) -> bool:
-    """Return whether tensors with these numbers of elements can form a weight with `whole` elements."""
+    """Return whether tensors with the numbers of elements `parts` can form a weight with `whole` elements. `is_part`:
+    whether the weight consists of only some rows of the tensors."""
     return sum(parts) == whole or (is_part and sum(parts) > whole)
 
 
 def sources_of(family: GgufFamily, entries: Entries, names: Iterable[str], layers: int) -> dict[str, WeightSource]:
-    """Return the sources of the weights `names`, whether the file has them or not. `layers`: the number of layers."""
+    """Return the stored tensors from which each of the weights `names` is made, whether the file contains them or not.
+    `layers`: the number of layers."""
     table = _package_names(family.named_as or entries.architecture, layers)
     return {name: _source(family, entries, name, table) for name in names}
 
@@ -80,7 +82,8 @@ def _source(family: GgufFamily, entries: Entries, name: str, table: TensorNameMa
 
 
 def _own_key(family: GgufFamily, prefix: str, rest: str, name: str, table: TensorNameMap | None) -> str | None:
-    """Return the key in the file for a weight's name, or None if the name cannot be translated."""
+    """Return the key in the file for the transformers name `name` of a weight, or None if the name cannot be
+    translated."""
     if rest in family.names:
         return prefix + family.names[rest]
     if prefix and _CORRECTION.fullmatch(rest):

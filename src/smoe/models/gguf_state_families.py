@@ -30,7 +30,7 @@ from smoe.models.gguf_latent_families import DEEPSEEK_SIZES, ROUTED_IN_GROUPS, l
 
 
 def _linear_attention(entries: Entries, fields: dict[str, Any]) -> None:
-    """Add the layer types and the sizes of the recurrent state."""
+    """Add the configuration fields for the type of each layer and the sizes of the recurrent state."""
     fields["linear_value_head_dim"] = entries.number("ssm.inner_size") // fields["linear_num_value_heads"]
     interval, count = entries.number("full_attention_interval", 4), fields["num_hidden_layers"]
     usual = [bool((layer + 1) % interval) for layer in range(count)]
@@ -69,7 +69,8 @@ def _qwen35(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _layers_with_heads(entries: Entries, fields: dict[str, Any]) -> list[bool]:
-    """Return which layers have attention: those with key-value heads."""
+    """Return for each layer whether it has attention, which it has if it has key-value heads. Also add the number of
+    key-value heads to the configuration."""
     heads = entries.numbers("attention.head_count_kv", fields["num_hidden_layers"])
     fields["num_key_value_heads"] = max(heads)
     return [count > 0 for count in heads]
@@ -93,8 +94,8 @@ def _lfm2(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _period(layers: list[bool], what: str, entries: Entries) -> tuple[int, int]:
-    """Return (period, offset) of the layers that are marked True. Raise `UnsupportedModelError` if they are not
-    periodic."""
+    """Return (period, offset) of the layers that are marked True. Raise `UnsupportedModelError` if these layers do not
+    occur at regular intervals."""
     numbers = [number for number, each in enumerate(layers) if each]
     period = numbers[1] - numbers[0] if len(numbers) > 1 else len(layers)
     if not numbers or any(each != (number % period == numbers[0] % period) for number, each in enumerate(layers)):
@@ -117,7 +118,8 @@ def _jamba(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _nemotron_h(entries: Entries, fields: dict[str, Any]) -> None:
-    """Add the type of each layer: recurrent state, attention, experts or a dense network."""
+    """Add the configuration field for the type of each layer: recurrent state, attention, experts or a dense
+    network."""
     has_heads = _layers_with_heads(entries, fields)
     widths = entries.numbers("feed_forward_length", fields["num_hidden_layers"])
     fields["layers_block_type"] = [

@@ -44,10 +44,10 @@ _SAMPLING = {
 
 
 def read_gguf_tokenizer(header: GgufHeader) -> PreTrainedTokenizerFast:
-    """Return the tokenizer with its chat template.
+    """Return the tokenizer that a GGUF file contains, with its chat template.
 
-    Raises `CheckpointError` if a file has no usable tokenizer, and `UnsupportedModelError` if its kind or pre-tokenizer
-    is not supported.
+    Raises `CheckpointError` if the file has no usable tokenizer, and `UnsupportedModelError` if the kind of vocabulary
+    or the pre-tokenizer is not supported.
     """
     vocabulary = read_vocabulary(header)
     split = _split_of(vocabulary) if vocabulary.model == "gpt2" else None
@@ -64,7 +64,7 @@ def read_gguf_tokenizer(header: GgufHeader) -> PreTrainedTokenizerFast:
 
 
 def _backend(vocabulary: Vocabulary, split: Split | None) -> Tokenizer:
-    """Return the tokenizer for the vocabulary's kind, without the tokens that are matched as a whole."""
+    """Return the tokenizer for the kind of the vocabulary, without the tokens that are matched as a whole."""
     if split is not None:
         return byte_level(vocabulary, split)
     kinds = {"llama": by_scores, "gemma4": unsplit}
@@ -77,7 +77,8 @@ def _backend(vocabulary: Vocabulary, split: Split | None) -> Tokenizer:
 
 
 def _split_of(vocabulary: Vocabulary) -> Split:
-    """Return the pre-tokenizer of a byte-level vocabulary: the one that the file names, otherwise its family's."""
+    """Return the pre-tokenizer of a byte-level vocabulary. It is the pre-tokenizer that the file names, or that of the
+    model's family if the file names none."""
     path, name = vocabulary.header.path, vocabulary.entry("pre")
     usual = FAMILIES[architecture_of(vocabulary.header)].split if name is None else None
     if usual is not None:

@@ -33,7 +33,7 @@ class Vocabulary:
         return {token: number for number, token in enumerate(self.tokens)}
 
     def of_kind(self, *kinds: int) -> list[str]:
-        """Return the texts of all tokens of these types."""
+        """Return the texts of all tokens of the types `kinds`."""
         return [] if self.kinds is None else [t for t, k in zip(self.tokens, self.kinds, strict=True) if k in kinds]
 
     def entry(self, name: str) -> Any:

@@ -15,9 +15,11 @@ _PATTERN = "attention.sliding_window_pattern"
 
 
 def sliding_layers(entries: Entries, count: int, usual: Sequence[bool] = ()) -> list[bool]:
-    """Return, for each of `count` layers, whether it has a sliding window. An entry that is one number is a period, of
-    which the last layer attends to all tokens. `usual`: the pattern, repeated over the layers, of files without an
-    entry."""
+    """Return, for each of `count` layers, whether it has a sliding window.
+
+    A metadata entry that is a single number is a period: the last layer of each period attends to all tokens, and the
+    other layers have a window. `usual`: the pattern, repeated over the layers, for files without an entry.
+    """
     pattern = entries.values.get(_PATTERN)
     if isinstance(pattern, list) or (pattern is None and not usual):
         return [bool(each) for each in entries.numbers(_PATTERN, count)]
@@ -33,8 +35,8 @@ def layer_types(is_sliding: Sequence[bool]) -> list[str]:
 
 
 def _rope_by_layer_type(entries: Entries, fields: dict[str, Any]) -> None:
-    """Separate the rotary embeddings of layers with and without a window. Those with a window have their own base,
-    their own rotated fraction, and no scaling."""
+    """Give layers with a sliding window their own rotary embedding in the configuration: another base, another rotated
+    fraction of a head, and no scaling."""
     rope, head = fields["rope_parameters"], fields["head_dim"]
     turned = entries.number("rope.dimension_count", head)
     near = {
@@ -47,7 +49,8 @@ def _rope_by_layer_type(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _cohere(entries: Entries, fields: dict[str, Any]) -> None:
-    """Add layer types and the router's scores. With softmax, transformers always normalises the chosen weights."""
+    """Add the configuration fields for layer types and the router's scores. If the scores are a softmax, transformers
+    always normalises the chosen weights."""
     count = fields["num_hidden_layers"]
     fields["layer_types"] = layer_types(sliding_layers(entries, count, (True, True, True, False)))
     fields["mlp_layer_types"] = dense_first(entries.number("leading_dense_block_count", 0), count)
@@ -67,7 +70,8 @@ def _exaone(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _gemma4(entries: Entries, fields: dict[str, Any]) -> None:
-    """Add layer types and head sizes: global layers have other heads and may use their keys as values."""
+    """Add the configuration fields for layer types and head sizes. Layers with global attention have other heads than
+    layers with a window, and may use their keys as values."""
     count = fields["num_hidden_layers"]
     is_sliding = sliding_layers(entries, count)
     heads = entries.numbers("attention.head_count_kv", count)
@@ -91,7 +95,7 @@ def _gemma4(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _gemma4_frequencies(config: Any) -> list[float]:
-    """Return the factors by which files divide rotary frequencies: 1 for rotated dimensions, a huge number for
+    """Return the factors by which Gemma 4 files divide rotary frequencies: 1 for rotated dimensions, a huge number for
     others."""
     half = config.per_layer_config["full_attention"].head_dim // 2
     turned = int(half * config.rope_parameters["full_attention"]["partial_rotary_factor"])
@@ -99,7 +103,8 @@ def _gemma4_frequencies(config: Any) -> list[float]:
 
 
 def _granite_swa(entries: Entries, fields: dict[str, Any]) -> None:
-    """Add layer types and the rotary base of each layer; 0 stands for a layer without rotary embeddings."""
+    """Add the configuration fields for layer types and the rotary base of each layer; 0 stands for a layer without
+    rotary embeddings."""
     count, theta = fields["num_hidden_layers"], fields["rope_parameters"]["rope_theta"]
     fields["layer_types"] = layer_types(sliding_layers(entries, count))
     turns = entries.numbers("attention.rope_pattern", count, 1)
@@ -107,8 +112,8 @@ def _granite_swa(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _laguna(entries: Entries, fields: dict[str, Any]) -> None:
-    """Add layer types, heads and the width of the attention's gate. Files do not say which layers have a window: every
-    fourth layer, beginning with the first, has none."""
+    """Add the configuration fields for layer types, heads and the width of the attention's gate. Files do not say which
+    layers have a window: every fourth layer, beginning with the first, has none."""
     count, head = fields["num_hidden_layers"], fields["head_dim"]
     has_window = bool(fields["sliding_window"])
     fields["layer_types"] = layer_types(sliding_layers(entries, count, (False, *[has_window] * 3)))
@@ -128,8 +133,8 @@ def _mellum(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _mimo(entries: Entries, fields: dict[str, Any]) -> None:
-    """Add layer types and heads. In transformers, a window includes the token itself, and layers with a window have
-    twice as many key-value heads as the others."""
+    """Add the configuration fields for layer types and heads. In transformers, a window includes the token itself, and
+    layers with a window have twice as many key-value heads as other layers."""
     count = fields["num_hidden_layers"]
     is_sliding = sliding_layers(entries, count)
     fields["layer_types"] = layer_types(is_sliding)

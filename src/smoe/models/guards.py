@@ -98,8 +98,9 @@ def _say_uncompiled() -> None:
 
 
 def _unchanged(module: nn.Module) -> Callable[..., nn.Module]:
-    """Return a replacement for a module's `_apply`, which `.to()`, `.float()`, `.cuda()` and similar methods call. It
-    raises an error if the call would change the dtype or device of the weights, and otherwise does nothing."""
+    """Return a replacement for a module's `_apply`, which `.to()`, `.float()`, `.cuda()` and similar methods call.
+    The replacement raises an error if the call would change the dtype or device of the weights, and otherwise does
+    nothing."""
 
     def apply(change: Callable[[torch.Tensor], torch.Tensor], *_: Any, **__: Any) -> nn.Module:
         tensors = itertools.chain(module.parameters(), module.buffers())

@@ -34,8 +34,8 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 
 def is_id(model: str) -> bool:
-    """Return whether `model` has the form owner/name. There are hub names without an owner, but no such model has
-    routed experts."""
+    """Return whether `model` has the form owner/name of a hub id. Some hub models have names without an owner, but none
+    of these has routed experts."""
     return bool(_ID.fullmatch(model)) and "--" not in model and ".." not in model and not model.endswith((".git", "."))
 
 

@@ -49,7 +49,7 @@ def named_gguf(model: str) -> HubGguf | None:
 
 
 def cached_gguf(named: HubGguf, revision: str | None) -> Path | None:
-    """Return the first file of a model if all its parts are in the cache, otherwise None."""
+    """Return the first file of a GGUF model if all files of the model are in the cache, otherwise None."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -79,14 +79,14 @@ def described_gguf(named: HubGguf, revision: str | None) -> Path:
 
 
 def model_bytes(named: HubGguf, revision: str | None) -> int:
-    """Return the bytes of all parts of a model in the repository."""
+    """Return the size in bytes of all files of a GGUF model in the repository."""
     with hub.asking(named.repository):
         sizes = hub.files_of(named.repository, revision)
         return sum(sizes[name] for name in _chosen(named, sizes))
 
 
 def download_gguf(named: HubGguf, revision: str | None) -> Path:
-    """Download all parts of a model into the cache and return the first one's path."""
+    """Download all files of a GGUF model into the cache, and return the path of the first one."""
     from huggingface_hub import hf_hub_download
 
     with hub.asking(named.repository):
@@ -96,8 +96,8 @@ def download_gguf(named: HubGguf, revision: str | None) -> Path:
 
 
 def _chosen(named: HubGguf, sizes: Mapping[str, int]) -> list[str]:
-    """Return the names of the selected model's parts in order. Raise an error unless exactly one complete model
-    matches."""
+    """Return the names of the files of the selected model in order. Raise an error unless exactly one complete model
+    matches the selection."""
     models = models_of(named.wanted, sizes)
     if len(models) != 1:
         there = models or labels_of(sizes)

@@ -88,8 +88,8 @@ class RowCache(DynamicCache):
         self.back(0, rows, self.start + self.length + tokens)
 
     def back(self, first: int, rows: int, end: int) -> None:
-        """Count memory for the rows from `first` on, `rows` of them, up to the storage index `end`. It is called before
-        they are written."""
+        """Record that `rows` rows from row `first` on take memory up to the storage index `end`. Call this before
+        positions are written."""
         # the extra block is for rows that begin within a page
         blocks = -(-end // BLOCK_TOKENS) + bool(self.capacity_tokens % BLOCK_TOKENS)
         backed, grown = min(blocks * BLOCK_TOKENS, self.capacity_tokens), False
@@ -102,11 +102,11 @@ class RowCache(DynamicCache):
 
     @property
     def backed_tokens(self) -> int:
-        """The number of positions of all rows that may have memory."""
+        """The number of positions, in all rows, for which the operating system may have allocated memory."""
         return 0 if self._is_retired else sum(self._backed)
 
     def give_back(self, row: int, end: int) -> None:
-        """Return the memory of a row from the storage index `end` on to the system."""
+        """Return the memory of a row's positions from the storage index `end` on to the operating system."""
         blocks = min(-(-end // BLOCK_TOKENS) * BLOCK_TOKENS, self.capacity_tokens)
         if not GIVES_BACK or self._backed[row] <= blocks:
             return
@@ -116,15 +116,15 @@ class RowCache(DynamicCache):
         self._backed[row] = blocks
 
     def check_room(self, tokens: int) -> None:
-        """Raise `ContextError` if a call that may write `tokens` tokens in each row would exceed the capacity. It is
-        called before anything is computed."""
+        """Raise `ContextError` if `tokens` tokens in each row would exceed the cache's capacity. A call that generates
+        tokens checks this before anything is computed."""
         if tokens > self.capacity_tokens:
             fewer = f"lower `max_new_tokens` by {tokens - self.capacity_tokens}, shorten the prompt"
             raise self._too_small(tokens, fewer)
 
     def _too_small(self, tokens: int, fewer: str) -> ContextError:
-        """Return the error for `tokens` tokens in a row, which exceed the capacity. `fewer`: advice on how to need
-        fewer."""
+        """Return the error that `tokens` tokens in a row exceed the capacity. `fewer`: advice for the message how to
+        need fewer tokens."""
         if self.rows == 1:
             room, more, needed = "", "`context_tokens`", f"at least {tokens} for these tokens"
         else:
@@ -147,8 +147,8 @@ class RowCache(DynamicCache):
         self._pending, self.given = 0, None
 
     def row_keys(self, tokens: int) -> list[int]:
-        """Return the number of tokens of each row, including those of a pass over `tokens` columns, if the texts differ
-        in length."""
+        """Return the number of tokens of each row, including the tokens of a pass over `tokens` columns. Only for texts
+        that differ in length."""
         assert self.row_lengths is not None
         given = self.given or [tokens] * self.rows
         return [length + new for length, new in zip(self.row_lengths, given, strict=True)]
@@ -176,9 +176,10 @@ class RowCache(DynamicCache):
         self.length = length
 
     def take_over(self, other: RowCache, begin: int, end: int) -> None:
-        """Copy the positions from `begin` to `end` of every row from `other`, the KV cache of a copy of this model.
+        """Copy the keys and values of the positions `begin` to `end` - 1 of every row from `other`, the KV cache of a
+        copy of this model.
 
-        The cache then has at least `end` positions. Raise `EngineStateError` if layers have a recurrent state. Raise
+        This cache then has at least `end` positions. Raise `EngineStateError` if layers have a recurrent state. Raise
         `ValueError` for positions that `other` lacks, that exceed the capacity, or that would leave a gap.
         """
         self.check_alive()
@@ -200,9 +201,10 @@ class RowCache(DynamicCache):
         self.length = max(self.length, end)
 
     def taken_out(self, begin: int, end: int) -> torch.Tensor:
-        """Return the keys and values of the positions from `begin` to `end` as bytes in main memory, for `put_in`.
+        """Return the keys and values of the positions `begin` to `end` - 1 as bytes in main memory, for `put_in`.
 
-        These positions must not be written meanwhile. Raise `EngineStateError` if the cache is retired.
+        The caller must prevent writes to these positions during the call. Raise `EngineStateError` if the cache is
+        retired.
         """
         self.check_alive()
         place = slice(self.start + begin, self.start + end)
@@ -210,8 +212,8 @@ class RowCache(DynamicCache):
         return torch.cat([each.reshape(-1).view(torch.uint8) for each in parts]).cpu()
 
     def put_in(self, rows: torch.Tensor, begin: int, end: int, like: RowCache) -> None:
-        """Append the positions from `begin` to `end`, as `taken_out` has returned them. `like`: a used cache of the
-        same model.
+        """Append the keys and values of the positions `begin` to `end` - 1, given as the bytes that `taken_out` has
+        returned. `like`: a used cache of the same model.
 
         Raise `ValueError` if the number of bytes differs, or if the positions do not follow those in this cache.
         """
@@ -233,7 +235,7 @@ class RowCache(DynamicCache):
 
     @property
     def position_bytes(self) -> int:
-        """The bytes of the keys and values of one position in all layers and rows; 0 before the first write."""
+        """The size in bytes of the keys and values of one position in all layers and rows; 0 before the first write."""
         ones = [each[:, :, :1] for store in self._stores for each in store]
         return sum(each.numel() * each.element_size() for each in ones)
 
@@ -245,8 +247,8 @@ class RowCache(DynamicCache):
 
     @property
     def can_rewind(self) -> bool:
-        """Whether all layers store values by position. Those with sliding windows do, because they store every
-        position."""
+        """Whether all layers store keys and values by position, so that the cache can be shortened. Layers with sliding
+        windows do, because they store every position."""
         return all(isinstance(layer, (Positioned, _PositionedSliding)) for layer in self.layers)
 
     def reset(self) -> None:
@@ -278,12 +280,12 @@ class RowCache(DynamicCache):
             )
 
     def end_rows(self, done: torch.Tensor) -> None:
-        """Mark the rows for which `done` [rows] is True as finished: they need no experts any more."""
+        """Mark as finished the rows for which `done` [rows] is True. Their tokens need no experts any more."""
         self.ended = done if self.ended is None else self.ended | done
 
     @property
     def reserved_tokens(self) -> int:
-        """The number of tokens for which this cache takes memory from the budget."""
+        """The number of positions for which this cache takes memory from the budget, in all rows."""
         return 0 if self._is_retired else self.rows * self.capacity_tokens
 
     @property
@@ -299,8 +301,8 @@ class _Storage:
     _store: tuple[torch.Tensor, torch.Tensor] | None
 
     def _write(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Write keys and values [rows, heads, new positions, head size] at the owner's positions. Return the storages
-        and the end index."""
+        """Write the keys and values [rows, heads, new positions, head size] of one layer at the positions that follow
+        the cache's length. Return both storages and the index after the last written position."""
         owner = self._owner
         owner.check_alive()  # a cache retired during the pass would otherwise continue with zeros
         stored_keys, stored_values = self._reserved((keys, values))
@@ -311,7 +313,8 @@ class _Storage:
         return stored_keys, stored_values, end
 
     def _reserved(self, like: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the storages; allocate them if necessary, with the shapes of `like` except for the positions."""
+        """Return the storages of one layer's keys and values. If they do not exist yet, allocate them with the shapes
+        of `like`, except for the number of positions."""
         if self._store is None:
             room = self._owner.capacity_tokens
             keys, values = (_zeros(t, (t.shape[0], t.shape[1], room, t.shape[3])) for t in like)
@@ -327,7 +330,7 @@ class _Storage:
 
 
 class Positioned(_Storage, DynamicLayer):
-    """The KV cache of a layer with full attention: all positions are visible."""
+    """The KV cache of a layer with full attention, in which every position attends to all earlier positions."""
 
     def __init__(self, owner: RowCache) -> None:
         super().__init__()
@@ -340,8 +343,8 @@ class Positioned(_Storage, DynamicLayer):
         return keys[:, :, start:end], values[:, :, start:end]
 
     def place(self) -> tuple[torch.Tensor, torch.Tensor, int, int] | None:
-        """Return (keys, values, the index of the row's first token, the index to write), for machine code that writes
-        one position. Return None before the first write. It is for caches with one row only."""
+        """Return the memory in which machine code writes the next position: (keys, values, the index of the row's first
+        token, the index to write). Return None before the first write. Only for caches with one row."""
         owner, store = self._owner, self._store
         if store is None:
             return None
@@ -401,8 +404,8 @@ def _let_go(strip: torch.Tensor) -> None:
 
 
 def _positioned(layer: Any, owner: RowCache) -> Any:
-    """Return our cache layer in place of a layer of transformers. If that layer has no positions, return it
-    unchanged."""
+    """Return smoe's cache layer that replaces a cache layer of transformers. If that layer stores no positions, return
+    it unchanged."""
     if type(layer) is DynamicLayer:
         return Positioned(owner)
     if type(layer) is DynamicSlidingWindowLayer:
@@ -411,5 +414,6 @@ def _positioned(layer: Any, owner: RowCache) -> Any:
 
 
 def _count(query_length: Any) -> int:
-    """Return the number of queries of a pass. Some versions of transformers pass the positions in its place."""
+    """Return the number of queries of a pass. Some versions of transformers pass the queries' positions instead of
+    their number."""
     return int(query_length.shape[0]) if isinstance(query_length, torch.Tensor) else int(query_length)

@@ -63,7 +63,7 @@ class KVWindow(RowCache):
 
 
 class _OfWhole:
-    """A layer of a window, whose storages are rows of the whole cache's layer."""
+    """One layer's keys and values in a window. Its storages are some rows of the storages in the whole cache."""
 
     _owner: RowCache
     _layer: Any

@@ -41,7 +41,7 @@ def family_doubts(fields: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read_library_config(folder: Path, fields: Mapping[str, Any]) -> PretrainedConfig:
-    """Return transformers' configuration of a folder whose config.json has these `fields`.
+    """Return transformers' configuration of a model in a folder. `fields`: the fields of its config.json.
 
     Raises `UnsupportedModelError` for a family that transformers lacks.
     """

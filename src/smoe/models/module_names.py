@@ -36,7 +36,7 @@ def is_named(patterns: tuple[str, ...], module: str) -> bool:
 
 
 def _parts(module: str) -> set[str]:
-    """Return all sequences of consecutive components of a name."""
+    """Return all sequences of consecutive components of a module's name."""
     parts = module.split(".")
     return {".".join(parts[begin:end]) for end in range(1, len(parts) + 1) for begin in range(end)}
 

@@ -26,7 +26,7 @@ _CODE_BYTES = 16
 
 
 def has_mxfp4_experts(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json says that experts are in MXFP4, in a family whose files have the layout above."""
+    """Return whether a config.json says that experts are in MXFP4, in a family whose files have OpenAI's layout."""
     quantisation = config.get("quantization_config")
     method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
     return method == "mxfp4" and config.get("model_type") in FAMILIES

@@ -17,7 +17,7 @@ from smoe.memory.store import Part
 
 @dataclass(frozen=True)
 class ExpertsSite:
-    """One layer's experts module: its name, and the shapes of its weights."""
+    """The experts module of one layer: its name, and the names and shapes of its weights."""
 
     layer: int
     name: str

@@ -110,7 +110,7 @@ class Contents:
         return sum(part.nbytes for part in self.parts[layer])
 
     def places(self, layer: int) -> Iterator[tuple[PackedPart, int]]:
-        """Yield each part of an expert and its offset within the expert."""
+        """Yield each weight of an expert in the packed file, with its offset within the expert."""
         begin = 0
         for part in self.parts[layer]:
             yield part, begin
@@ -154,10 +154,11 @@ class Contents:
 
 
 def contents_as_they_are(spec: ModelSpec, experts: Mapping[int, StoredLayer]) -> Contents | None:
-    """Return contents with the experts in their own precision: in the dtype of `spec`, or in their quantized formats.
-    Such a pack is used automatically.
+    """Return the description of a packed file with the experts in their own precision: in the dtype of `spec`, or in
+    their quantized formats. smoe uses such a file automatically.
 
-    Return None if the quantized tensors are contiguous already or cannot be joined.
+    Return None if each quantized matrix is one contiguous tensor in the checkpoint already, or if its tensors cannot be
+    joined.
     """
     if not is_quantised(experts):
         return contents_in_dtype(spec.sites, spec.dtype.stored)
@@ -170,8 +171,8 @@ def contents_as_they_are(spec: ModelSpec, experts: Mapping[int, StoredLayer]) ->
 
 
 def _as_stored(part: Part, experts: StoredLayer, plain: str) -> PackedPart | None:
-    """Return the packed form of a part. Return None unless all experts store the part in the same quantized format in
-    pieces."""
+    """Return the form in which a packed file stores one weight of the experts. Return None unless all experts store the
+    weight in the same quantized format, as separate codes and scales."""
     if len(part.shape) == 1:
         return PackedPart(part, plain)
     pieces = [piece for sources in experts.sources for piece in sources[part.name]]
@@ -205,8 +206,8 @@ def contents_in_precision(sites: Sequence[ExpertsSite], precision: str, model_ty
 
 
 def _in_precision(precision: str, part: Part, site: ExpertsSite, plain: str) -> PackedPart:
-    """Return the packed form of a part: a matrix in the precision's format with one output per row, or a bias in
-    `plain`."""
+    """Return the form in which a packed file stores one weight of the experts: a matrix in the precision's format with
+    one output per row, or a bias in the dtype `plain`."""
     if len(part.shape) == 1:
         return PackedPart(part, plain)
     turned = replace(part, is_turned=part.name in site.transposed)
@@ -220,7 +221,8 @@ def _in_precision(precision: str, part: Part, site: ExpertsSite, plain: str) -> 
 
 
 def check_takes_less(contents: Contents, spec: ModelSpec) -> None:
-    """Raise `ConfigError` if the experts in these contents would not be smaller than in the quantized checkpoint."""
+    """Raise `ConfigError` if the experts in a packed file with these contents would not be smaller than in the
+    quantized checkpoint."""
     if contents.nbytes >= spec.experts_bytes:
         raise ConfigError(
             f"`precision` {contents.name}: the experts would take {format_bytes(contents.nbytes)}, and as they are "
@@ -258,7 +260,7 @@ def bytes_in_precision(spec: ModelSpec) -> dict[int, int]:
 
 
 def experts_in_precision(place: Path, spec: ModelSpec) -> dict[int, StoredLayer]:
-    """Return the locations of a checkpoint's experts in the precision of `spec`.
+    """Return the locations of the experts in the packed file that has the precision of `spec`.
 
     Raises `UnpreparedError` if there is no such packed file, and `CheckpointError` as `read_packed` does.
     """
@@ -277,9 +279,9 @@ def experts_in_precision(place: Path, spec: ModelSpec) -> dict[int, StoredLayer]
 
 
 def read_packed(place: Path, contents: Contents) -> Packed | None:
-    """Return the packed file of a checkpoint with these contents, or None if there is none.
+    """Return the packed file of a checkpoint with the described contents, or None if the file does not exist.
 
-    Raises `CheckpointError` if it belongs to other weights or is truncated.
+    Raises `CheckpointError` if the file belongs to other weights or is truncated.
     """
     path = contents.path(place)
     if not path.exists():
@@ -314,7 +316,7 @@ def _check_header(path: Path, header: dict[str, Any], wanted: dict[str, Any]) ->
 
 
 def _asked(contents: str) -> str:
-    """Return the option of `smoe pack` that writes these contents, for messages."""
+    """Return the option of `smoe pack` that writes the contents with this name, as a text for messages."""
     return f" with `precision` {contents}" if contents in PRECISION else ""
 
 
@@ -339,20 +341,20 @@ def may_be_packed(path: Path) -> bool:
 
 
 def header_bytes(header: dict[str, Any]) -> bytes:
-    """Return the file's first pages: magic number, header and padding."""
+    """Return the first pages of a packed file: magic number, header and padding."""
     text = json.dumps(header).encode()
     data = MAGIC + struct.pack("<Q", len(text)) + text
     return data + bytes(page_ceil(len(data)) - len(data))
 
 
 def record_bytes(records: Sequence[dict[str, Any]]) -> bytes:
-    """Return the end of the file: the records, their length and the magic number."""
+    """Return the last bytes of a packed file: the records of its layers, their length and the magic number."""
     text = json.dumps({"layers": list(records)}).encode()
     return text + struct.pack("<Q", len(text)) + MAGIC
 
 
 def _read_records(path: Path, nbytes: int) -> tuple[list[dict[str, Any]], int]:
-    """Return the records of the layers and their offset."""
+    """Return the records of a packed file's layers, and the offset in the file at which the records begin."""
     with path.open("rb") as file:
         file.seek(max(0, nbytes - 16))
         end = file.read(16)
@@ -370,7 +372,7 @@ def _read_records(path: Path, nbytes: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int, FileIdentity]:
-    """Return the header, the offset of the first expert, and the identity of the file."""
+    """Return the header of a packed file, the offset of the first expert, and the identity of the file."""
     with path.open("rb") as file:
         identity = identity_of(file.fileno())
         start = file.read(16)

@@ -11,7 +11,7 @@ def count_whole(model: PreTrainedModel, shell: PreTrainedModel) -> None:
     """Make `model.num_parameters()` also count experts on disk and quantized weights, which are not parameters of the
     module.
 
-    `shell`: the whole model on the meta device. None of these weights can be trained.
+    `shell`: the model with all its weights on the meta device. The added weights do not count as trainable.
     """
     original: Callable[..., int] = model.num_parameters
     elsewhere = {

@@ -34,8 +34,8 @@ class PlainConfig:
         aliases: Mapping[str, str],
     ) -> None:
         """`stated`: the fields of a config.json. `defaults`: the family's default for every field that determines a
-        size. `aliases`: {other name of a field: its name}. Raise `UndescribedError` if a value has another type than
-        its default."""
+        size. `aliases`: {other name of a field: its name}. Raise `UndescribedError` if the value of a field has another
+        type than the default."""
         fields = {aliases.get(key, key): value for key, value in stated.items()}
         for key, usual in defaults.items():
             fields[key] = _checked(key, fields.get(key, usual), usual)

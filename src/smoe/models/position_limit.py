@@ -46,5 +46,5 @@ def _scaled(table: Mapping[str, Any], named: int, is_alone: bool) -> int:
 
 
 def _count(value: Any) -> int:
-    """Return a positive integer unchanged, and 0 for any other value."""
+    """Return `value` if it is a positive integer, and 0 for any other value."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0

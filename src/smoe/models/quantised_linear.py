@@ -27,7 +27,7 @@ from smoe.models.workspace import PIECE_ELEMENTS
 
 
 class QuantisedWeight(nn.Module):
-    """A quantized matrix [outputs, columns], with codes uint8 [outputs, bytes of a row]."""
+    """A quantized matrix [outputs, columns]. `codes` contains its blocks as bytes, uint8 [outputs, bytes of a row]."""
 
     codes: torch.Tensor
 
@@ -48,7 +48,7 @@ class QuantisedWeight(nn.Module):
         return self.numbers(0, self.shape[0])
 
     def numbers(self, begin: int, end: int) -> torch.Tensor:
-        """Return the rows from `begin` to `end - 1`, dequantized to the model's dtype."""
+        """Return the rows `begin` to `end` - 1 of the matrix, dequantized to the model's dtype."""
         codes = self.codes[begin:end]
         if self.pool is None:
             return unpacked(self.form, codes, self.dtype)
@@ -102,7 +102,8 @@ class QuantisedLinear(QuantisedWeight):
         return is_known and input.numel() <= MOST_BYTE_ROWS * self.in_features
 
     def target(self, out: torch.Tensor) -> Target:
-        """Return what the thread pool needs for a product: this matrix, and the output `out` [M, out_features]."""
+        """Return the arguments for a product by the thread pool: this matrix, and the address of the output `out` [M,
+        out_features]."""
         bias = 0 if self.bias is None else self.bias.data_ptr()
         return Target(self.matrix, out.data_ptr(), 2 * self.out_features, bias)
 
@@ -123,7 +124,7 @@ class QuantisedLinear(QuantisedWeight):
 
     @property
     def matrix(self) -> Matrix:
-        """The whole matrix as an operand of the thread pool's products."""
+        """The whole matrix as an argument for products by the thread pool."""
         known = self._matrix_of.get(self.activations)
         if known is None or known.address != self.codes.data_ptr():
             known = self._matrix_of[self.activations] = self._matrix(0, self.out_features)
@@ -141,8 +142,8 @@ class QuantisedLinear(QuantisedWeight):
 
 
 class SharedInput:
-    """Layers that receive the same tensor one after the other. The first one that is called computes the outputs of
-    all.
+    """A group of layers that receive the same tensor one after the other. The first layer that is called computes the
+    outputs of all layers.
 
     So the q, k and v projections of attention are one task for all threads. A layer that receives another tensor than
     the first one leaves the group.
@@ -156,7 +157,8 @@ class SharedInput:
             layer.shared = self
 
     def output(self, layer: QuantisedLinear, input: torch.Tensor) -> torch.Tensor:
-        """Return the output of `layer` for `input`, which may have been computed with that of another layer."""
+        """Return the output of `layer` for `input`. It may have been computed earlier, together with the output of
+        another layer for the same input."""
         if layer is self.layers[0]:
             return self._all(input) if layer.takes(input) else layer.alone(input)
         found = self._outputs.pop(layer, None) if input is self._input else None
@@ -181,8 +183,8 @@ class SharedInput:
 
 
 def share_inputs(model: nn.Module) -> None:
-    """Group the layers of each module that have equal input sizes, so that products with the same input are computed
-    together."""
+    """Group the layers of each module that have equal input sizes, so that the products of layers with the same input
+    are computed together."""
     for module in model.modules():
         alike: dict[int, list[QuantisedLinear]] = {}
         for child in module.children():
@@ -256,8 +258,8 @@ def can_stay_quantised(module: nn.Module) -> bool:
 
 
 def keep_quantised(model: nn.Module, name: str, form: Format, codes: torch.Tensor, dtype: torch.dtype) -> None:
-    """Replace all layers that have the parameter `name` by quantized ones. Layers with tied weights use the same
-    codes."""
+    """Replace all layers that have the parameter `name` by quantized layers. Layers with tied weights share the
+    quantized codes."""
     weight = model.get_parameter(name)
     tied = [(path, module) for path, module in model.named_modules() if module._parameters.get("weight") is weight]
     for path, module in tied:

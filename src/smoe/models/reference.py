@@ -25,7 +25,7 @@ from smoe.models.released_schemes import METHODS
 
 
 def reference_parameters(experts: StoredLayer, chosen: Sequence[int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return {part name: parameters [len(chosen), ...]} of the experts `chosen` of one layer."""
+    """Return {name of a weight: its values [len(chosen), ...]} for the experts `chosen` of one layer."""
     parameters: dict[str, torch.Tensor] = {}
     for part in experts.parts:
         rows = [
@@ -37,13 +37,14 @@ def reference_parameters(experts: StoredLayer, chosen: Sequence[int], dtype: tor
 
 
 def _joined(pieces: Sequence[torch.Tensor], part: Part) -> torch.Tensor:
-    """Return the stored pieces of a part as one tensor: concatenated, or with alternating rows."""
+    """Return the stored tensors of an expert's weight as one tensor: concatenated, or with alternating rows if the
+    model interleaves gate and up."""
     joined = torch.stack(list(pieces), 1).flatten(0, 1) if part.takes_turns else torch.cat(list(pieces))
     return joined.reshape(part.stored_shape)
 
 
 def stored_numbers(piece: StoredTensor) -> torch.Tensor:
-    """Return the dequantized values of a stored tensor, or of a row of one."""
+    """Return the dequantized values of a stored tensor, or of one row of a stored tensor."""
     if is_gguf(piece.path):
         from smoe.memory.gguf_tensors import plain_tensor  # the gguf package is needed for GGUF files only
 
@@ -63,7 +64,7 @@ def stored_numbers(piece: StoredTensor) -> torch.Tensor:
 
 
 def _by_key(piece: StoredTensor) -> torch.Tensor:
-    """Return a stored tensor, or a part of one, in the type and shape of the file."""
+    """Return a stored tensor, or some rows of a stored tensor, in the type and shape of the file."""
     if piece.identity is not None:
         with piece.path.open("rb") as file:
             check_identity(piece.path, file.fileno(), piece.identity)

@@ -35,7 +35,7 @@ def quantised_layers(spec: LibrarySpec, matrices: Mapping[str, StoredTensor]) ->
 
 
 def load_released(place: Path, spec: LibrarySpec, matrices: Mapping[str, StoredTensor]) -> PreTrainedModel:
-    """Return the transformers model with all weights except the experts'. Those in `spec.dense` stay quantized."""
+    """Return the transformers model with all weights except the experts'. Weights in `spec.dense` stay quantized."""
     state = _state(spec, matrices)
     with without_expert_weights(spec.shell), quiet_library(), naming(f"cannot load the weights in {place}"):
         loaded, report = built_of(state, spec.shell, spec.dtype.torch)

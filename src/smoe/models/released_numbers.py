@@ -41,8 +41,8 @@ def released_numbers(matrix: StoredTensor, read: Callable[[StoredTensor], torch.
 def _float4(
     codes: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor | None = None, *, is_divided: bool
 ) -> torch.Tensor:
-    """Return the values of codes [N, K / 2] with scales [N, groups]. The scales are E4M3 with a factor for the whole
-    matrix, or exponents."""
+    """Return the values of 4-bit float codes [N, K / 2] with scales [N, groups]. The scales are E4M3 numbers with a
+    `factor` for the whole matrix, or powers of two if `factor` is None."""
     codes = codes.view(torch.uint8)
     meant = torch.tensor(E2M1)[torch.stack((codes & 15, codes >> 4), -1).flatten(1).long()]
     if factor is None:
@@ -61,7 +61,8 @@ def _turned(
     bits: int,
     group: torch.Tensor,
 ) -> torch.Tensor:
-    """Return a matrix of GPTQ or AWQ, dequantized and transposed, because it is stored column by column."""
+    """Return a matrix of a GPTQ or AWQ checkpoint, dequantized and transposed, because the file stores it column by
+    column."""
     outputs, columns = matrix.shape
     is_awq = matrix.scheme == "awq"
     whole = _words(codes, bits, _AWQ_PLACES).flatten(1) if is_awq else _words(codes.t(), bits).flatten(1).t()
@@ -80,7 +81,8 @@ def _less(matrix: StoredTensor) -> int:
 
 
 def _groups(matrix: StoredTensor, count: int, read: Callable[[StoredTensor], torch.Tensor]) -> torch.Tensor:
-    """Return [columns]: for each column, the number of its group, whose columns have a scale in common."""
+    """Return for each column of a matrix the number of its group, [columns]. The columns of a group have a scale in
+    common."""
     order = next((each.tensor for each in matrix.made_of if each.arrangement is None), None)
     if order is not None:
         return read(order).long()

@@ -73,8 +73,8 @@ class Scheme:
         return self.is_float and self.bits == 4
 
     def form(self, columns: int) -> Format | None:
-        """Return the format that a matrix with this number of columns has in slots, or None if its rows are not whole
-        blocks."""
+        """Return the quantized format in which a matrix with this number of columns is stored in slots, or None if its
+        rows do not consist of whole blocks."""
         if self.is_float4:
             forms = NVFP4.values() if self.columns_each == NVFP4_GROUP else (MXFP4_PAIRS,)
             return next((form for form in forms if form.fits(columns)), None)
@@ -194,7 +194,7 @@ def _holds_objects(groups: object) -> TypeGuard[dict[str, dict[str, Any]]]:
 
 
 def _shared(weights: Mapping[str, Any], strategy: object, whose: str) -> tuple[int | None, int]:
-    """Return (columns, rows) that have a scale in common, as defined in `Scheme`."""
+    """Return (columns, rows): how many columns and rows of a matrix have a scale in common, as in `Scheme`."""
     if strategy == "tensor":
         return None, 0
     if strategy == "channel":

@@ -22,7 +22,7 @@ factors, else 0)."""
 
 @dataclass(frozen=True)
 class LengthRule:
-    """Which rotary factors belong to which length of a text."""
+    """The rule by which the length of a text determines its rotary factors."""
 
     switches: frozenset[int] = frozenset()
     """The largest length of each set of factors except the last."""
@@ -34,7 +34,8 @@ class LengthRule:
         return bool(self.switches) or self.grows_beyond is not None
 
     def factors(self, length: int) -> Factors:
-        """Return which factors a text of this length has. The value is equal for two lengths with the same factors."""
+        """Return a value that identifies the rotary factors of a text of this length. It is equal for two lengths that
+        have the same factors."""
         own = length if self.grows_beyond is not None and length > self.grows_beyond else 0
         return sum(length > switch for switch in self.switches), own
 
@@ -53,7 +54,8 @@ def rotary_modules(model: nn.Module) -> Iterator[tuple[nn.Module, LengthRule]]:
 
 
 def length_rule(model: nn.Module) -> LengthRule:
-    """Return the rule of all rotary embeddings of a model together."""
+    """Return one rule for all rotary embeddings of a model. It changes the factors at every length at which one of them
+    changes."""
     whole = LengthRule()
     for _, rule in rotary_modules(model):
         whole |= rule

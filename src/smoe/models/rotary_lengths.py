@@ -37,7 +37,8 @@ class RotaryLengths:
 
     @contextmanager
     def reading(self, whole: Sequence[int]) -> Iterator[None]:
-        """During the `with` block, passes are pieces of texts with the final lengths `whole`, one for each row."""
+        """During the `with` block, passes read pieces of prompts. `whole`: the final length of each row's prompt, which
+        determines its rotary factors."""
         before, self._whole = self._whole, whole
         try:
             yield
@@ -45,7 +46,8 @@ class RotaryLengths:
             self._whole = before
 
     def of_rows(self, lengths: Sequence[int]) -> list[int]:
-        """Return the length that determines each row's factors. `lengths`: the lengths of the rows after the pass."""
+        """Return for each row the text length that determines its rotary factors. `lengths`: the lengths of the rows'
+        texts after the pass."""
         whole, rows = self._whole, len(lengths)
         if not whole:
             return list(lengths)
@@ -80,9 +82,9 @@ class _ByRow:
     def _ask(
         self, x: torch.Tensor, position_ids: torch.Tensor, factors: Factors, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """Call transformers' rotary embedding with the given factors.
+        """Return the result of transformers' rotary embedding, computed with the given factors.
 
-        If its factors have grown for a longer text, a call with position 0 resets them first.
+        If transformers' factors have grown for a longer text, a call with position 0 resets them first.
         """
         of, length = (args, tuple(kwargs.items())), factors[1]
         if self._last.get(of, 0) >= max(length, 1):
@@ -96,7 +98,8 @@ def _without_last(turned: torch.Tensor) -> torch.Tensor:
 
 
 def _map(change: Callable[..., torch.Tensor], *found: Any) -> Any:
-    """Return the result of a function that is applied to a tensor, or to each tensor of several tuples."""
+    """Return the result of a function that is applied to a tensor, or to the corresponding tensors of several
+    tuples."""
     if isinstance(found[0], tuple):
         return tuple(change(*parts) for parts in zip(*found, strict=True))
     return change(*found)

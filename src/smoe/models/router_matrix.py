@@ -21,7 +21,7 @@ from smoe.models.spec import ModelSpec
 
 
 class RouterMatrix(NamedTuple):
-    """A router as a matrix: logits [T, E] = hidden [T, H] times `weight` transposed, plus `bias`."""
+    """A router as a matrix: logits [T, E] = hidden [T, H] @ transposed `weight` [H, E] + `bias`."""
 
     weight: torch.Tensor
     """The matrix [E, H]."""

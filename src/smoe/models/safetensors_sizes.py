@@ -135,7 +135,8 @@ class SafetensorsSizes:
         return read_scheme(self._stated)
 
     def _index(self, spec: ModelSpec) -> dict[int, StoredLayer]:
-        """Return the stored tensors of every expert; other weights are checked against `spec` too."""
+        """Return the stored tensors of every expert, by layer. The names and shapes of other weights are compared with
+        `spec` too."""
         return index_by_keys(spec, self._matrices)
 
     def _stored_layers(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:

@@ -50,7 +50,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class ScoringRule:
-    """The rule by which one layer's router computes a choice of experts and weights from logits [T, E]."""
+    """The rule by which one layer's router computes chosen experts and their weights from logits [T, E]."""
 
     score: Score
     weight: Weight
@@ -65,7 +65,8 @@ class ScoringRule:
         return logits.softmax(dim=-1) if self.score == "softmax" else logits.sigmoid()
 
     def choice(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return the values [T, E] that the router ranks; minus infinity for experts of excluded groups."""
+        """Return the values [T, E] by which the router ranks experts: `scores` plus the bias; minus infinity for
+        experts of excluded groups."""
         if self.bias is not None:
             scores = scores + self.bias
         if self.groups is None:
@@ -92,12 +93,12 @@ class ScoringRule:
         return self.bias is None and self.groups is None
 
     def weights_of(self, chosen: Sequence[float]) -> list[float]:
-        """Return the weights of one token's experts, given their scores, without using tensors."""
+        """Return the routing weights of one token's experts, computed from their scores without using tensors."""
         whole = max(sum(chosen), 1e-20) if self.weight == "share" else 1.0
         return [score / whole * self.scale for score in chosen]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the rule as JSON values, without loss of precision."""
+        """Return the scoring rule as JSON values, without loss of precision."""
         return {
             "score": self.score,
             "weight": self.weight,
@@ -108,7 +109,7 @@ class ScoringRule:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ScoringRule:
-        """Return the rule that `as_json` wrote."""
+        """Return the scoring rule that `as_json` has converted to JSON values."""
         bias, groups = value["bias"], value["groups"]
         return cls(
             score=value["score"],
@@ -168,8 +169,8 @@ def in_order(output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tens
 def answer_of(
     router: nn.Module, block: nn.Module, x: torch.Tensor, experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (logits, weights, index) of a router for x [T, H]. `block`: the module around the router, which may have
-    its bias."""
+    """Return (logits, weights, indices of the chosen experts) of a router for x [T, H]. `block`: the module around the
+    router, which may contain the router's bias."""
     return _ask(router, x, list(_biases(router, block, experts)))
 
 
@@ -207,8 +208,8 @@ def _candidates(router: nn.Module, block: nn.Module, biases: list[torch.Tensor],
 
 
 def _groups(router: nn.Module, block: nn.Module, experts: int) -> Iterator[Groups]:
-    """Yield the groups that attributes of the modules describe. DeepSeek-V2 ranks a group by its best expert, V3 by its
-    best two."""
+    """Yield the divisions of experts into groups that attributes of the router or its block describe. DeepSeek-V2 ranks
+    a group by its best expert, V3 by the sum of its best two; both divisions are yielded."""
     for module in (router, block):
         count, retained = getattr(module, "num_group", None), getattr(module, "topk_group", None)
         if isinstance(count, int) and isinstance(retained, int) and 1 < count <= experts and retained < count:
@@ -218,7 +219,8 @@ def _groups(router: nn.Module, block: nn.Module, experts: int) -> Iterator[Group
 def _fits(
     rule: ScoringRule, logits: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, top_k: int
 ) -> float | None:
-    """Return the scale of the rule if it chooses the same experts with the same weights, otherwise None."""
+    """Return the scale of the rule if it chooses the same experts as the router, with the same weights up to this
+    scale; otherwise None."""
     scores = rule.scores(logits)
     choice = rule.choice(scores)
     ours = choice.topk(top_k, dim=-1)

@@ -66,9 +66,9 @@ class ModelSpec:
     stored_bytes: Mapping[int, int] | None = None
     """{layer: bytes of a quantized expert}; None if the experts have the model's dtype."""
     low: ModelSpec | None = None
-    """The spec of the experts' low copies; None without low copies."""
+    """The spec of the experts' low-precision copies; None without such copies."""
     form: int = EXACT
-    """Whether the experts are the full copies (EXACT) or low copies (LOW)."""
+    """Whether the experts are the full-precision copies (EXACT) or the low-precision copies (LOW)."""
     dense: Mapping[str, StoredTensor] = field(default_factory=dict)
     """Non-expert weights that stay quantized, by their transformers names."""
     embedding_on_disk: bool = False
@@ -95,8 +95,8 @@ class ModelSpec:
 
     @property
     def dense_bytes_read(self) -> int:
-        """The bytes of `weights_bytes` that a decode step reads. These are all, except that only one row of an untied
-        input embedding is read."""
+        """The size in bytes of the non-expert weights that a decode step reads. These are all such weights, except that
+        only one row of an untied input embedding is read, which is not counted."""
         name = self.outline.embedding
         if name is None:
             return self.weights_bytes
@@ -108,7 +108,7 @@ class ModelSpec:
     def embedding(self) -> str | None:
         """The name of the input embedding if it can stay on disk, otherwise None.
 
-        It must be quantized, untied, and stored row by row in the form in which it is used.
+        To stay on disk, the embedding must be quantized, untied, and stored row by row in the form in which it is used.
         """
         name = self.outline.embedding
         stored = None if name is None else self.dense.get(name)
@@ -191,10 +191,10 @@ class ModelSpec:
     def demand(
         self, config: EngineConfig, slot_bytes: Mapping[int, int] | None = None, read_buffer_bytes: int = 0
     ) -> Demand:
-        """Return what the model needs of the memory budget.
+        """Return the memory that the model needs from the budget.
 
-        `slot_bytes`: by layer; without it, slots include the largest possible padding. Low copies are in packs and need
-        no padding.
+        `slot_bytes`: the bytes of a slot, by layer; None: slots include the largest possible padding. Low-precision
+        copies are in packed files and need no padding.
         """
         text = self.config.get_text_config()
         item = self.dtype.itemsize

@@ -35,7 +35,7 @@ class Stated(NamedTuple):
 
 
 def stated_quantisation(config_place: Path) -> Stated | None:
-    """Return the settings in a config.json and the files next to it, or None if nothing is quantized."""
+    """Return the quantization settings in a config.json and the files next to it, or None if nothing is quantized."""
     found = stated_in(read_object(config_place), config_place)
     sidecar = _of_modelopt(config_place.with_name(MODELOPT_FILE))
     if sidecar is not None and (found is None or found.method == "modelopt"):

@@ -33,8 +33,8 @@ class TextRows:
         return self.whole.capacity_tokens
 
     def window(self, first: int, rows: int = 1) -> KVWindow:
-        """Return a window of `rows` rows from `first` on, with room for the next token. These rows must end at the same
-        index."""
+        """Return a window of the KV cache with `rows` rows from row `first` on, with room for the next token. The texts
+        of these rows must end at the same index."""
         lengths = self.lengths[first : first + rows]
         if self.starts[first] + lengths[0] >= self.capacity_tokens:
             self._move_to_front(range(first, first + rows))
@@ -47,8 +47,8 @@ class TextRows:
         return window
 
     def new_window(self, first: int, given: Sequence[int]) -> KVWindow:
-        """Return a window of rows from `first` on for new texts. `given`: the number of real tokens of each in the next
-        pass."""
+        """Return a window of rows from `first` on for new texts. `given`: the number of real tokens of each text in the
+        next pass."""
         rows = range(first, first + len(given))
         for row in rows:
             self.starts[row] = self.lengths[row] = 0
@@ -63,14 +63,15 @@ class TextRows:
             self.starts[row] = window.start + window.length - self.lengths[row]
 
     def rewind(self, row: int, length: int) -> None:
-        """Keep the first `length` tokens of a row and move them to its beginning. The memory after them is released."""
+        """Keep only the first `length` tokens of a row, and move them to the row's beginning. The memory after them is
+        released."""
         assert 0 <= length <= self.lengths[row]
         self.lengths[row] = length
         self._move(row, 0)
         self.whole.give_back(row, length)
 
     def forget(self, row: int, length: int) -> None:
-        """Keep the first `length` tokens of a row where they are."""
+        """Keep only the first `length` tokens of a row, without moving them."""
         assert 0 <= length <= self.lengths[row]
         self.lengths[row] = length
 
@@ -99,8 +100,8 @@ class TextRows:
         self.lengths[a], self.lengths[b] = self.lengths[b], self.lengths[a]
 
     def align(self, rows: range) -> None:
-        """Move the texts of these rows so that they end at the same index: the end of the first one, or later if the
-        longest needs it."""
+        """Move the texts of these rows so that they end at the same index. This index is the end of the first row's
+        text, or later if the longest text does not fit before it."""
         end = max(self.starts[rows[0]] + self.lengths[rows[0]], *(self.lengths[row] for row in rows))
         for row in rows:
             self._move(row, end - self.lengths[row])

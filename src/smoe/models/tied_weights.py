@@ -51,7 +51,8 @@ def _are_equal(source: StoredTensor, target: StoredTensor, dtype: torch.dtype) -
 
 
 def _rows(tensor: StoredTensor) -> Iterator[torch.Tensor]:
-    """Yield consecutive pieces of a tensor, each of several rows. Tensors of equal shape have equal pieces."""
+    """Yield consecutive pieces of a tensor, each of several rows. Two tensors of equal shape are divided in the same
+    way."""
     rows, *columns = tensor.shape or (1,)
     step = max(1, _PIECE_ELEMENTS // max(1, *columns, 1))
     with safe_open(tensor.path, framework="pt") as file:

@@ -19,7 +19,7 @@ from smoe.models.quantised_linear import QuantisedWeight, StoredEmbedding
 
 
 class ModelPart(NamedTuple):
-    """A module whose output is compared as a whole."""
+    """A module of a model whose output is compared with another implementation's output."""
 
     layer: int | None
     """The decoder layer that contains the module; None for the embedding, the last norm and the output head."""
@@ -29,8 +29,8 @@ class ModelPart(NamedTuple):
 
 
 def share_weights(twin: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Make `twin`, a model of the same configuration on the meta device, use the weights of `model`, except those of
-    experts."""
+    """Make `twin`, a model of the same configuration on the meta device, use the weights of `model`, except the
+    experts' weights."""
     modules = dict(model.named_modules())
     for name, module in twin.named_modules():
         source = modules[name]
@@ -50,10 +50,10 @@ def share_weights(twin: PreTrainedModel, model: PreTrainedModel) -> None:
 
 
 def parts_of(model: PreTrainedModel, sites: Sequence[ExpertsSite]) -> list[ModelPart]:
-    """Return the non-expert parts of a model, as modules that are as large as possible.
+    """Return the modules of a model whose outputs are compared: its non-expert modules, as large as possible.
 
-    Around a layer's experts these are the router and shared experts one by one, then the whole block. Modules that only
-    connect parts, such as decoder layers, are left out.
+    In a layer with experts these are the router and the shared experts one by one, and then the whole MoE block.
+    Modules that only connect other modules, such as decoder layers, are left out.
     """
     experts = {site.name for site in sites}
     blocks = {name.rpartition(".")[0] for name in experts}
@@ -75,7 +75,7 @@ def parts_of(model: PreTrainedModel, sites: Sequence[ExpertsSite]) -> list[Model
 
 
 def _list_of_layers(sites: Sequence[ExpertsSite]) -> str:
-    """Return the path of the list of decoder layers: the part of an experts module's path before the layer number."""
+    """Return the path of the list of decoder layers in the model: an experts module's path up to the layer number."""
     names = sites[0].name.split(".")
     return ".".join(names[: next(n for n, name in enumerate(names) if name.isdecimal())])
 

@@ -31,7 +31,7 @@ outside the budget (`machine/process_memory.py`).
 
 
 class Workspace(NamedTuple):
-    """The bytes that a step needs, as a polynomial in its number of positions."""
+    """The memory in bytes that a step needs, as a polynomial in the step's number of positions."""
 
     fixed: int
     """The number of bytes that every step needs."""
@@ -50,10 +50,10 @@ def workspace_of(
     experts_bytes: int,
     widest: int,
 ) -> Workspace:
-    """Return the workspace of a step with `rows` sequences and `item` bytes for each element.
+    """Return the memory for activations of a step with `rows` sequences. `item`: the bytes of an element.
 
-    `experts_bytes`: the size of all routed experts. `widest`: the largest dimension of any weight, which limits widths
-    in the configuration that no layer of the model has.
+    `experts_bytes`: the size of all routed experts. `widest`: the largest dimension of any weight. It limits widths in
+    the configuration that no layer of the model has.
     """
     text = config.get_text_config()
     hidden = int(text.hidden_size)
@@ -72,7 +72,7 @@ def workspace_of(
 
 
 def reserved_kernel_bytes(experts_bytes: int) -> int:
-    """Return the part of `KERNEL_CACHE_BYTES` that the budget includes, for a model whose routed experts take
+    """Return how many of `KERNEL_CACHE_BYTES` the memory budget includes, for a model whose routed experts take
     `experts_bytes`."""
     return min(KERNEL_CACHE_BYTES, experts_bytes // 32)
 
@@ -88,6 +88,7 @@ def _inner(text: Any) -> int:
 
 
 def _largest(text: Any, name: str) -> int:
-    """Return a size in the configuration: the largest one if layers differ, or 0 if there is none."""
+    """Return the field `name` of a configuration that is a size: the largest value if layers differ, or 0 if there is
+    no such field."""
     is_heterogeneous = getattr(text, "is_heterogeneous", False)  # its attributes raise where layers differ
     return max(int(getattr(each, name, None) or 0) for each in (text.per_layer_config if is_heterogeneous else [text]))

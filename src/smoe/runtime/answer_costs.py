@@ -1,9 +1,9 @@
-"""Measures what each resolution of a miss costs at present, in seconds: to load the full or the low copy of the expert,
-or to compute the expert on the CPU of a machine with a device.
+"""Measures what each resolution of a miss costs at present, in seconds: to load the full or the low-precision copy of
+the expert, or to compute the expert on the CPU of a machine with a device.
 
-A load costs the copy's bytes times the seconds per byte of recent loads: disk reads or, on a device with memory of its
-own, copies over the link. Where a CPU computes experts in parallel with the device, the balancer's measurements are
-used for both.
+A load costs the copy's bytes times the seconds per byte of recent loads. Loads are disk reads or, on a device with
+memory of its own, copies over the link. If a CPU computes experts in parallel with the device, the balancer's
+measurements are used for loads and for the CPU.
 """
 
 from __future__ import annotations

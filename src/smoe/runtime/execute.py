@@ -46,8 +46,9 @@ from smoe.runtime.step import Step
 from smoe.runtime.substitution import EXACTLY, Substitution
 
 _GUESSED = Thresholds(low=0.0)
-"""Where misses are resolved within a budget, prefetches are low copies except for a token's first expert: a wrong one
-costs a quarter, and most misses would be resolved by a low copy anyway."""
+"""If misses are resolved within a quality budget, prefetches load low-precision copies, except for a token's first
+expert. A wrong prefetch then costs a quarter of the bytes, and most misses would be resolved by a low-precision copy
+anyway."""
 
 
 class Planned(NamedTuple):
