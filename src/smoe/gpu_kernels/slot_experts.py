@@ -126,6 +126,7 @@ def _chosen(device: torch.device) -> AbstractContextManager[object]:
 
 
 def padded(most: int) -> int:
-    """Return the number of tokens for which entries have room, 1, 2, 4 or 8, if an expert has at most `most` tokens."""
+    """Return the number of tokens per expert, 1, 2, 4 or 8, for which a kernel is generated if no expert has more than
+    `most` tokens."""
     assert 0 < most <= MOST_TOKENS, most
     return 1 << (most - 1).bit_length()

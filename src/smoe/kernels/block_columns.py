@@ -43,7 +43,8 @@ def is_in_planes(isa: Isa, form: Format) -> bool:
 
 
 class Columns:
-    """One block of each of several rows (as many as a register has lanes), loaded as columns of four bytes."""
+    """One quantized block of each of several rows of a matrix (as many rows as a register has lanes), loaded as columns
+    of four bytes."""
 
     def __init__(self, code: Code, form: Format, places: Sequence[Value], zero: int = 0) -> None:
         """`places`: for each row of the matrix, the address of the row's block. `zero`: a constant that is added to
@@ -121,7 +122,7 @@ class Columns:
         return self._code.build.fmul(self._code.build.sitofp(whole, self._code.registers(FLOAT)), minimum)
 
     def _whole(self, fields: Sequence[Field]) -> Value:
-        """Return a code that consists of one or more fields of each block, as int32 [lanes]."""
+        """Return one code for every row, assembled from one or more bit fields of the row's block, as int32 [lanes]."""
         code, build, lanes = self._code, self._code.build, self._code.isa.lanes
         total = None
         for piece in _in_one_piece(fields):

@@ -87,10 +87,10 @@ def function_name(form: Format) -> str:
 
 def add_function(module: ir.Module, isa: Isa, form: Format, arguments: Sequence[str]) -> None:
     """Add the function `byte_products_F(given, w, -, bias, begin, end, K)` to a module. It computes the outputs from
-    `begin` to `end` - 1 of M rows.
+    `begin` to `end` - 1 of M activation rows.
 
-    `given` contains M, and then for each row the address of its bytes and that of its outputs in bf16. `bias` may be
-    null.
+    `given` contains M, and then for each activation row two addresses: that of its 8-bit form, and that of its outputs
+    in bf16. `bias` may be null.
     """
     if _has_wide_strips(isa, form):
         half = Code(module, replace(isa, lanes=isa.lanes // 2), _one_row_name(form), arguments)
@@ -394,7 +394,7 @@ class _Products:
         return []
 
     def _row(self, m: Value, b: Value) -> ByteRow:
-        """Return the addresses of row number `m`, from block `b` on."""
+        """Return the addresses of the bytes, scales and sums of activation row number `m`, from block `b` on."""
         code, build = self.code, self.code.build
         row = code.load(POINTER, code.at(self.given, build.add(build.mul(m, code.number(16)), code.number(8))))
         return self._from_block(parts_of(code, self.layout, row, self.columns), b)

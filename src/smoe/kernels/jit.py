@@ -100,7 +100,7 @@ def cpu_has(*features: str) -> bool:
 
 @functools.cache
 def _host_features() -> dict[str, bool]:
-    """Return whether this CPU has each feature, by LLVM's names. Empty without LLVM."""
+    """Return whether this CPU has each feature, by LLVM's names. The dictionary is empty without LLVM."""
     if not machine_code.is_known():
         return compiler.features_here(llvm())
     if not _version():

@@ -35,7 +35,7 @@ _ARGUMENTS = ("*given", "*w", "*out", "*bias", "begin", "end", "K")
 
 
 def products_name(rows: int) -> str:
-    """Return the name of the function that multiplies `rows` rows of x."""
+    """Return the name of the function that multiplies `rows` activation rows with a bf16 matrix."""
     return f"products_bf16_{rows}"
 
 

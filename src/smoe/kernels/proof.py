@@ -48,12 +48,12 @@ def agrees(pool: SpinningPool, matrix: torch.Tensor, bias: torch.Tensor | None =
 
 
 def part_that_agrees(pool: SpinningPool, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> int | None:
-    """Return the `part` with which the kernel has torch's bits for this matrix [K, N] and bias [N] on all threads, or
-    None if there is none.
+    """Return the length of partial sums (`Product.part`) with which the kernel has torch's bits for this matrix [K, N]
+    and bias [N] on all threads. Return None if no length gives torch's bits.
 
-    torch divides sums among threads if there are few outputs, so its bits depend on the number of threads; `part` is
-    the length of each thread's part of a sum. For a pool with its own order, return 0 if its error is no larger than
-    torch's.
+    torch divides sums among threads if there are few outputs, so its bits depend on the number of threads;
+    `Product.part` is the length of each thread's share of a sum. For a pool with its own order of sums, return 0 if its
+    error is no larger than torch's.
     """
     if pool.own_order is not None:
         return 0 if _is_near(pool, matrix, bias, 1) else None

@@ -42,7 +42,7 @@ _ARGUMENTS = ("*given", "*w", "*out", "*bias", "begin", "end", "K")
 
 
 def products_name(form: Format, rows: int) -> str:
-    """Return the name of the function that multiplies `rows` rows of x."""
+    """Return the name of the function that multiplies `rows` activation rows with a quantized matrix."""
     return f"products_{form.name}_{rows}"
 
 

@@ -28,7 +28,7 @@ _PIECE = 16
 
 
 class _Piece(NamedTuple):
-    """A piece of a run: its elements from `i` to `i` + 15."""
+    """Sixteen elements of a run, from element `i` to `i` + 15, whose codes are converted together."""
 
     group: int
     run: Run

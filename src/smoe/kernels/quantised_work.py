@@ -51,10 +51,10 @@ class Target(NamedTuple):
 
 
 class QuantisedWork:
-    """The tasks of one product with quantized matrices, and the memory to which they refer."""
+    """The tasks of one product of activation rows with quantized matrices, and the memory to which the tasks refer."""
 
     def __init__(self, pool: SpinningPool, x: torch.Tensor, targets: Sequence[Target]) -> None:
-        """`x` is [M, K], in bf16 and contiguous."""
+        """`x`: the activation rows [M, K], in bf16 and contiguous."""
         self.fields: list[int] = []
         self.units = self.weights = 0
         self.layouts: dict[Layout, tuple[int, int, int]] = {}

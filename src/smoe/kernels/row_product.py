@@ -191,7 +191,7 @@ def _first_or_sum(r: int) -> str:
 
 
 def _end(results: list[str]) -> str:
-    """Return LLVM text that stores the rounded results of a strip and continues with the next strip."""
+    """Return LLVM text that stores the rounded results of a strip of 16 outputs, and continues with the next strip."""
     stores = [
         f"""\
   %rounded.{r} = call <16 x bfloat> @llvm.x86.avx512bf16.cvtneps2bf16.512(<16 x float> {result})

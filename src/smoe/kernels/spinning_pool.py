@@ -211,7 +211,8 @@ class SpinningPool:
         self.run(fields, units, is_long=weights >= WAKING_WEIGHTS)
 
     def chain(self, columns: int, rows: int) -> int:
-        """Return the length of the chains (`chain_of`) in which `rows` rows are summed."""
+        """Return the number of elements along K after which running sums restart, in a product of `rows` rows of
+        `columns` elements."""
         return chain_of(columns, 1 if self.rows_are_alone else rows)
 
     def multiply_rows(self, x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> None:

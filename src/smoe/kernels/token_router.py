@@ -92,13 +92,13 @@ class TokenRouter:
         self._function(self.arguments, 0)
 
     def routed(self) -> RoutedRow:
-        """Return a copy of the last result."""
+        """Return a copy of the last routing result."""
         return RoutedRow(*[each.clone() for each in self._results])
 
 
 @functools.cache
 def _function() -> Callable[..., None]:
-    """Return the compiled function, which is compiled once per process."""
+    """Return the machine code that chooses experts, which is compiled once per process."""
     isa = widest()
     assert isa is not None, "there is a pool"
     from smoe.kernels import top_experts  # requires llvmlite, which is optional

@@ -55,7 +55,8 @@ def remember(folder: Path, found: LearnedCorrections) -> Path:
 
 
 def corrections_of(folder: Path, spec: ModelSpec, depth: int) -> LearnedCorrections:
-    """Return the corrections for the model in `folder` that predict at most `depth` layers ahead.
+    """Return the learned corrections of the routers of the model in `folder`, for predictions at most `depth` layers
+    ahead.
 
     Raises `ConfigError` if corrections are missing or incomplete, or were learned for other weights.
     """
@@ -72,8 +73,8 @@ def corrections_of(folder: Path, spec: ModelSpec, depth: int) -> LearnedCorrecti
 
 
 def _of_pairs(tensors: Tensors, fields: Mapping[str, Any], spec: ModelSpec, depth: int) -> LearnedCorrections:
-    """Return the corrections for all pairs of layers up to `depth` apart. Raise `NotLearnedError` if one is missing or
-    has the wrong shape."""
+    """Return the learned corrections of routers for all pairs of layers up to `depth` apart. Raise `NotLearnedError` if
+    a correction is missing or has the wrong shape."""
     experts = {site.layer: site.experts for site in spec.sites}
     hidden, found = int(spec.config.get_text_config().hidden_size), {}
     for layer, after in _pairs(list(experts), depth, fields["confidence"]):

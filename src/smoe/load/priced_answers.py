@@ -16,7 +16,7 @@ from smoe.policy.prices import PriceTable
 
 @dataclass(frozen=True)
 class PricedAnswers(TunedValue):
-    """A table of quality costs, and the conditions of its measurement."""
+    """A table of the quality costs of miss resolutions, and the conditions under which they were measured."""
 
     kind = "prices"
     file_name = "smoe-prices.json"

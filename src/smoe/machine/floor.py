@@ -61,7 +61,8 @@ class Floor:
 
 
 def floor_of(step: StepBytes, rates: Rates) -> Floor | None:
-    """Return the floor of one step. None if bytes come from a tier whose rate is unknown."""
+    """Return the floor of one decode step, the least time for the bytes that it moves. Return None if bytes come from a
+    tier whose rate is unknown."""
     disk = _seconds(step.disk, rates.disk)
     link = _seconds(step.link, rates.link)
     if disk is None or link is None:

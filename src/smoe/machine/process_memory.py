@@ -70,8 +70,9 @@ def note_start() -> None:
 
 
 def libraries_bytes() -> int | None:
-    """Return the bytes of a process without a model: measured in this process if torch has been imported, else a
-    constant. None if the system does not state them."""
+    """Return the RAM in bytes that a process takes without a model, for interpreter and libraries. It is measured in
+    this process if torch has been imported; otherwise it is a constant. Return None if the system does not state the
+    memory."""
     if "torch" not in sys.modules:
         return LIBRARIES_BYTES
     held = _held()

@@ -70,8 +70,8 @@ def _pieces(tensor: StoredTensor) -> Iterator[torch.Tensor]:
 
 
 def _numbers(blocks: np.ndarray, dtype: str) -> np.ndarray:
-    """Return the values of rows of blocks in fp32. The gguf package dequantizes, or for a plug-in's format its
-    declaration."""
+    """Return the values of rows of quantized blocks in fp32. The gguf package dequantizes them, or for a plug-in's
+    format the format's declaration."""
     if dtype in GGMLQuantizationType.__members__:
         found: np.ndarray = dequantize(blocks, GGMLQuantizationType[dtype])
         return found

@@ -122,5 +122,6 @@ class GgufFamily:
 
 
 def dense_first(dense: int, count: int) -> list[str]:
-    """Return transformers' names of the networks of `count` layers of which the first `dense` have no experts."""
+    """Return transformers' names of the types of feed-forward networks, dense or sparse, for `count` layers. The first
+    `dense` layers have no experts."""
     return ["dense"] * dense + ["sparse"] * (count - dense)

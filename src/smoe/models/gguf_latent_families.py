@@ -87,7 +87,8 @@ _DEEPSEEK_V3 = GgufFamily(
 
 
 def _deepseek_v4(entries: Entries, fields: dict[str, Any]) -> None:
-    """Add each layer's key compression, the number of hash-routed layers, and the rotary fields."""
+    """Add the configuration fields for each layer's key compression, the number of hash-routed layers, and the rotary
+    embeddings."""
     count = fields["num_hidden_layers"]
     fields["compress_ratios"] = entries.numbers("attention.compress_ratios", count)
     fields["num_hash_layers"] = entries.number("hash_layer_count", 0)

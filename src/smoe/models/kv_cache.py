@@ -139,7 +139,7 @@ class RowCache(DynamicCache):
         )
 
     def commit(self) -> None:
-        """Commit the positions of a forward pass that has succeeded."""
+        """Add the positions that a successful forward pass has written to the cache's length."""
         self.check_alive()
         self.length += self._pending
         if self.row_lengths is not None:

@@ -77,9 +77,10 @@ def _rule_of(module: nn.Module) -> LengthRule:
 
 
 def reads_again(model: PreTrainedModel, rule: LengthRule) -> bool:
-    """Return whether transformers' `generate` drops the KV cache and recomputes a text that grows past a switch.
+    """Return whether transformers' `generate` drops the KV cache and recomputes a text that grows past a length at
+    which its rotary factors change (a switch).
 
-    To find out, the model's class is called with an empty cache and a text that is one token longer.
+    To find out, the model's class is called with an empty cache and a text that is one token longer than such a length.
     """
     if not rule.switches:
         return False

@@ -237,8 +237,8 @@ def _slope(numbers: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, over
 def _refitted(
     numbers: torch.Tensor, gains: torch.Tensor, offsets: torch.Tensor, scale: torch.Tensor, depth: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a block's scale and depth, both [N, 1, 1], by least squares for numbers = scale * gains - depth *
-    offsets."""
+    """Return a block's scale, and its depth (the number by which the block's minimum codes are multiplied), both [N, 1,
+    1]. They are fitted by least squares: numbers = scale * gains - depth * offsets."""
 
     def dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return (a * b).sum((1, 2), keepdim=True)

@@ -236,8 +236,8 @@ class LayerExecutor:
                 predictor.begin(ids, cache)
 
     def recover(self) -> None:
-        """Restore a consistent state after an error at any point of a pass: no load is in flight, and the tables
-        agree."""
+        """Restore a consistent state after an error at any point of a pass: no load is in flight, and the slot table
+        agrees with the slots."""
         self.prefetching.recover()
         self.compute.recover()
         self.arrivals.recover()

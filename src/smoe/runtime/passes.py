@@ -91,8 +91,8 @@ class Passes:
 
     @property
     def is_changing_steps(self) -> bool:
-        """Whether the running pass differs from a plain one: some positions need no expert, or a measurement replaces
-        the experts."""
+        """Whether the running pass differs from an ordinary forward pass: some positions need no expert, or a
+        measurement replaces the computation of experts."""
         return self._silent is not None or self._answer != self.executor.run
 
     @contextmanager

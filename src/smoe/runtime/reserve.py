@@ -81,7 +81,8 @@ class Reserve:
             self._make_room(self._cache_bytes)
 
     def _make_room(self, nbytes: int) -> None:
-        """Withdraw or return slots so that `nbytes` of the reserve, and no more, are free of slots."""
+        """Withdraw slots from experts, or return slots to them, so that `nbytes` of the reserved memory, and no more,
+        are free of slots."""
         if nbytes == self._settled_bytes:
             return
         self._settled_bytes = nbytes
