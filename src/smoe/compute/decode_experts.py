@@ -47,7 +47,7 @@ class DecodeExperts(Protocol):
         predictions: its last bits may differ from those of `total`."""
 
     def total(self) -> torch.Tensor:
-        """Return the weighted sum of all experts' outputs, [T, H]."""
+        """Return the weighted sum of the outputs of all experts of the layer, [T, H]."""
 
 
 Way: TypeAlias = Callable[

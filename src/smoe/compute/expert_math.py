@@ -62,7 +62,7 @@ class Weights(Protocol):
 
     @property
     def down(self) -> torch.Tensor:
-        """The matrix of the second product, [I, H]."""
+        """The matrix of the expert's second product, [I, H]."""
 
     @property
     def up_bias(self) -> torch.Tensor | None: ...
@@ -274,7 +274,8 @@ class ExpertMath:
         return not self._has_bias and self._post_norm is None and bool(getattr(self._module, "has_gate", True))
 
     def has_activation(self, table: torch.Tensor) -> bool:
-        """Return whether `table` is the activation of these experts (`kernels/elementwise.py`)."""
+        """Return whether `table` contains the values of these experts' activation function
+        (`kernels/elementwise.py`)."""
         return is_table_of(table, self._activate)
 
     def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:

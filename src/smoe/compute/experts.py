@@ -108,7 +108,7 @@ class Experts:
 
     @property
     def is_in_slots(self) -> bool:
-        """Whether GPU kernels compute few tokens directly from the slots."""
+        """Whether GPU kernels compute few tokens directly from the experts in slots."""
         return bool(self.maths) and all(math.kernels.slots is not None for math in self.maths.values())
 
     @property

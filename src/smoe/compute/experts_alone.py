@@ -1,6 +1,7 @@
 """Computes a model's experts without the rest of the model: from files, with slots in host memory.
 
-Workers of a cluster use this, and the coordinator uses it when its workers fail. The arithmetic is the engine's.
+Workers of a cluster compute experts by this module, and so does the coordinator when its workers fail. The arithmetic
+is the engine's.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ _ROWS_AT_ONCE = 512
 
 
 class KernelMath:
-    """The arithmetic of experts of one shape, for any layer."""
+    """The arithmetic of experts of one shape, computed by our kernels alone. Layers of the same shape share the
+    object."""
 
     def __init__(self, hidden: int, inner: int, table: Bits, pool: SpinningPool | None = None) -> None:
         """`hidden`: H; `inner`: I; `table`: the activation's value for every bf16 number [65536]. `pool`: the threads

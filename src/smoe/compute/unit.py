@@ -109,7 +109,7 @@ class Others(Protocol):
         """A description of the machine that runs the draft model; None if no machine runs one."""
 
     def close(self) -> None:
-        """Disconnect from the machines. Repeated calls have no effect."""
+        """Disconnect from the other machines. Repeated calls have no effect."""
 
 
 class Sharer(Protocol):

@@ -276,7 +276,7 @@ class OneToken:
 
     @property
     def is_sdpa(self) -> bool:
-        """Whether the model still uses the attention that was tested."""
+        """Whether the model still uses the attention function with which our method was compared."""
         return bool(self._attention.config._attn_implementation == attention.NAME)  # type: ignore[union-attr]
 
     def is_untouched(self) -> bool:

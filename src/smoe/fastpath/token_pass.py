@@ -84,7 +84,7 @@ class TokenPass:
 
     @property
     def layers(self) -> Sequence[OneToken]:
-        """The decoder layers in order."""
+        """The forward functions of the decoder layers, in order."""
         return self._layers
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

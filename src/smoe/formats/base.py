@@ -84,7 +84,7 @@ class Run(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Elements of a block that have a scale of their own."""
+    """Elements of a quantized block that have a scale of their own."""
 
     runs: tuple[Run, ...]
     scale: tuple[Field, ...] = ()

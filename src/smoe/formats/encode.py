@@ -14,7 +14,7 @@ Integers = npt.NDArray[np.integer[Any]]
 
 
 class Blocks(NamedTuple):
-    """The contents of N blocks that are to be encoded."""
+    """The codes and scales of N quantized blocks that are to be encoded as bytes."""
 
     codes: Integers
     """The codes [N, numbers], to which the format's `zero` has been added."""

@@ -34,7 +34,7 @@ class Grid:
 
     @property
     def points(self) -> Points:
-        """The values of all points: int8 [points, width], read-only."""
+        """The element values of all points of the grid: int8 [points, width], read-only."""
         return _points(self)
 
     @property

@@ -14,7 +14,7 @@ from smoe.memory.streams import on_device
 
 
 class Entry(NamedTuple):
-    """One expert in a kernel launch."""
+    """One expert in a kernel launch: the addresses of its weights, and the routes to it."""
 
     addresses: Sequence[int]
     """The addresses of the expert's matrices and biases, in the order of `ExpertKind`."""

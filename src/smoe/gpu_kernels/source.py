@@ -72,7 +72,7 @@ class MatrixLayout(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of a row of a quantized matrix."""
+        """The size in bytes of a row of the quantized matrix."""
         assert self.form is not None
         return self.form.row_bytes(self.columns)
 

@@ -280,7 +280,7 @@ class Columns:
         return found
 
     def _joined(self, rows: Sequence[Value]) -> Value:
-        """Return one register that concatenates registers of four words."""
+        """Return one register with the contents of registers of four words, one register after the other."""
         registers = list(rows)
         while len(registers) > 1:
             registers = [self._code.joined(registers[n : n + 2]) for n in range(0, len(registers), 2)]

@@ -37,7 +37,7 @@ class Code:
         self._nowhere: Value = None
 
     def number(self, value: int) -> Value:
-        """Return a constant 64-bit integer."""
+        """Return a 64-bit integer as a constant of the generated code."""
         return ir.Constant(LONG, value)
 
     def reals(self, value: float, lanes: int | None = None) -> Value:
@@ -66,7 +66,7 @@ class Code:
         return self.build.gep(pointer, [offset], source_etype=BYTE)
 
     def load(self, kind: ir.Type, pointer: Value, align: int = 1) -> Value:
-        """Return the value of the type `kind` at an address."""
+        """Return the value of the type `kind` that is stored at an address."""
         return self.build.load(pointer, align=align, typ=kind)
 
     def store(self, value: Value, pointer: Value, align: int = 1) -> None:
@@ -127,7 +127,7 @@ class Code:
         return self._own.where_set(self, word, numbers, others)
 
     def call(self, name: str, arguments: Sequence[Value]) -> None:
-        """Call a function of this module that has been built already."""
+        """Add a call of a function that has been built already in the same module."""
         self.build.call(self._module.globals[name], arguments)
 
     def intrinsic(self, name: str, kind: ir.FunctionType, arguments: Sequence[Value]) -> Value:

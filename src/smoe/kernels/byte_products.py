@@ -50,7 +50,7 @@ _MOST_IN_16_BITS = 128
 
 
 class _Codes(NamedTuple):
-    """How the codes of a format are represented as bytes."""
+    """The representation of a quantized format's codes as bytes."""
 
     zero: int
     """The number that is subtracted from each code."""

@@ -119,7 +119,7 @@ def _gate(code: Code, gate: Value, table: Value, inner: Value, columns: Value) -
 
 
 def _fill(code: Code, form: Format, x: Value, row: ByteRow, columns: Value) -> None:
-    """Round one row of x to 8 bits, group by group."""
+    """Round one activation row x to 8 bits, group by group."""
     build, lanes, size = code.build, code.isa.lanes, Layout.of(form).group
 
     def group(k: Value, _: list[Value]) -> list[Value]:

@@ -118,7 +118,7 @@ class TokenExperts:
         self, x: torch.Tensor, experts: Sequence[Sequence[Matrix]], gains: Sequence[float], out: torch.Tensor
     ) -> None:
         """Compute one token x [1, H] through experts, given by their matrices, and write the sum of their outputs to
-        `out` [1, H]. The sum is weighted by `gains` and added in this order.
+        `out` [1, H]. The outputs are weighted by `gains` and added in the order of `experts`.
 
         Both tensors are contiguous and in bf16.
         """
@@ -213,7 +213,7 @@ class ExpertWork:
 
     @property
     def _gated_bytes(self) -> int:
-        """The bytes of all gated rows in 8 bits."""
+        """The size in bytes of the 8-bit rows after the gated activation, for all experts."""
         inner = self._shape.inner
         return sum(
             [

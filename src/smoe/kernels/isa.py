@@ -11,7 +11,7 @@ from smoe.kernels.jit import cpu_has
 
 @dataclass(frozen=True)
 class Isa:
-    """An instruction set that kernels can be generated for."""
+    """An instruction set for which kernels can be generated, with its properties."""
 
     name: str
     lanes: int

@@ -61,7 +61,7 @@ def llvm() -> Any:
 
 
 def is_available() -> bool:
-    """Return whether anything can be compiled on this machine."""
+    """Return whether smoe can compile machine code on this machine."""
     return bool(_host_features()) if machine_code.is_known() else llvm() is not None
 
 
@@ -128,7 +128,7 @@ def _features() -> dict[str, bool]:
 
 
 def _flattened(features: Mapping[str, bool]) -> str:
-    """Return features in LLVM's textual form."""
+    """Return CPU features in the textual form that LLVM reads."""
     return ",".join(f"{'+' if has else '-'}{name}" for name, has in sorted(features.items()))
 
 

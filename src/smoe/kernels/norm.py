@@ -59,7 +59,7 @@ def _function() -> Callable[..., None]:
 
 
 def source() -> str:
-    """Return the LLVM text of the kernel."""
+    """Return the LLVM text of the RMSNorm kernel."""
     return _ROWS + _mean_of_squares() + _WEIGH
 
 

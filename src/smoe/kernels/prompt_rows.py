@@ -204,7 +204,7 @@ def _or_nothing(code: Code, nothing: Value, rows: Value, stride: Value, n: Value
 
 
 def whole_tiles(code: Code, layout: PromptLayout, count: Value) -> Value:
-    """Return a number of keys rounded up to whole tiles."""
+    """Return a number of keys, rounded up to a multiple of the keys in a tile."""
     more = code.build.add(count, code.number(layout.tile - 1))
     return code.build.and_(more, code.number(-layout.tile))
 

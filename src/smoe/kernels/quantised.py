@@ -274,7 +274,7 @@ def _group_dots(code: Code, form: Format, group: Group, places: Sequence[Value],
 
 
 def _unpack(module: ir.Module, isa: Isa, form: Format) -> None:
-    """Add the function that dequantizes rows of the matrix to bf16."""
+    """Add the function that dequantizes rows of a matrix of one format to bf16."""
     code = Code(module, isa, unpack_name(form), _ARGUMENTS)
     out, w, _, _, begin, end, columns = code.arguments
     build = code.build

@@ -28,7 +28,7 @@ def single(value: float) -> str:
 
 
 def from_bits(bits: int) -> float:
-    """Return the float32 with these bits."""
+    """Return the float32 number that has the bits of an integer."""
     value: float = struct.unpack("f", struct.pack("I", bits))[0]
     return value
 

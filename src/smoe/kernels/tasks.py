@@ -178,7 +178,7 @@ done:
 
 
 def _product() -> str:
-    """Return LLVM text that multiplies one row with a bf16 matrix."""
+    """Return LLVM text that multiplies one activation row with a bf16 matrix."""
     return f"""\
 product:
   %bias = inttoptr i64 %d to ptr

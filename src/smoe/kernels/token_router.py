@@ -23,7 +23,7 @@ _PLACES = 10
 
 
 class RoutedRow(NamedTuple):
-    """The result of a router for one token."""
+    """The result of a router for one token: its logits, routing weights and chosen experts."""
 
     logits: torch.Tensor
     """The logits of all experts: bf16 [1, E]."""

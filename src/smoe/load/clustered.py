@@ -49,7 +49,7 @@ def experts_alone(
 
 
 class ClusterInputs(NamedTuple):
-    """The data of an engine that its cluster needs."""
+    """The data of an engine from which its cluster of workers is set up."""
 
     weights: str
     """The checkpoint's checksum, which all workers must share."""

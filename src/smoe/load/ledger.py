@@ -1,5 +1,5 @@
-"""Plans a model's slots on this machine: where its experts are stored, what it needs, and how the memory budget is
-divided."""
+"""Plans a model's slots on this machine: where its experts are stored, how much memory the model needs, and how the
+memory budget is divided."""
 
 from __future__ import annotations
 

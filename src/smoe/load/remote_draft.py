@@ -31,7 +31,7 @@ _WANTED = {"context_tokens", "dtype", "activations", "draft_precision", "draft_s
 
 
 class DraftFiles:
-    """A model's files on the machine of the draft model."""
+    """The model's files on the machine that runs the draft model."""
 
     def __init__(self, model: str | Path, threads: int | None = None) -> None:
         """Open the files of `model`. Raise `ModelError` if they are missing."""

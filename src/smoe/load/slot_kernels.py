@@ -177,7 +177,7 @@ def _is_no_slower(prover: Prover, ours: Experts, theirs: Experts) -> bool:
 
 
 def _seconds(experts: Experts, prover: Prover, layer: int) -> float:
-    """Return the seconds until the device has computed one token."""
+    """Return the seconds until the device has computed the experts of one token."""
     hidden = torch.zeros(1, experts.hidden_size(layer), dtype=experts.maths[layer, EXACT].dtype, device=prover.device)
     _finish(prover.device)
     started = perf_counter()

@@ -38,7 +38,7 @@ class TunedValue:
         return asdict(self)  # type: ignore[call-overload,no-any-return]  # its subclasses are dataclasses
 
     def as_json(self) -> dict[str, Any]:
-        """Return the content of the file as a JSON object."""
+        """Return the content of the file for this value as a JSON object."""
         return {"format": self.version} | self.fields()
 
     def store(self, folder: Path) -> Path:

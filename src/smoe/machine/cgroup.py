@@ -37,7 +37,7 @@ class Group(NamedTuple):
 
 
 class _Mount(NamedTuple):
-    """A part of a cgroup hierarchy, and where it is mounted."""
+    """A mounted part of a cgroup hierarchy: which part it is, and its mount point."""
 
     version: int
     controllers: frozenset[str]

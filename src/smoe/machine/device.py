@@ -12,7 +12,7 @@ _GPU_NODES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
 
 
 class AnyDevice(Protocol):
-    """A device: torch's own object, or our `Device`."""
+    """The interface that torch's device objects and our `Device` have in common."""
 
     @property
     def type(self) -> str:

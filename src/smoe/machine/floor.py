@@ -55,7 +55,7 @@ class Floor:
 
     @property
     def bound_by(self) -> str:
-        """The name of the tier with the slowest transfer."""
+        """The name of the memory tier that needs the most time for its bytes."""
         times = {"memory": self.memory_seconds, "disk": self.disk_seconds, "link": self.link_seconds}
         return max(times, key=times.__getitem__)
 

@@ -49,7 +49,7 @@ _BF16_GAIN, _BF16_LOSS = 4.0, 0.22
 
 @dataclass(frozen=True)
 class Profile:
-    """The results of `smoe doctor`. Rates are in bytes per second."""
+    """The measured rates of this machine, which `smoe doctor` stores. Rates are in bytes per second."""
 
     date: str
     machine: dict[str, Any]
@@ -67,7 +67,7 @@ class Profile:
     """The operations per second in torch's products of many rows."""
 
     def rates(self, device: AnyDevice) -> Rates:
-        """Return the rates for the floor of a run on `device`."""
+        """Return the rates from which the floor of the time per token is computed, for a run on `device`."""
         source = f"profile of {self.date[:10]}"
         if device.type == "cuda" and self.device_memory_bytes_per_second is not None:
             memory, link = self.device_memory_bytes_per_second, self.link_bytes_per_second

@@ -88,7 +88,7 @@ class Arena:
 
     @property
     def slots(self) -> int:
-        """The number of slots of all sizes."""
+        """The number of slots in the arena, of all sizes together."""
         return len(self.begins) - 1
 
     def touch(self, threads: int = 1, slots: Sequence[range] | None = None) -> None:
@@ -156,7 +156,7 @@ class Arena:
         return self.bytes[begin : begin + count].view(dtype).view(*shape)
 
     def close(self) -> None:
-        """Release the memory. Views of slots must not be used afterwards."""
+        """Release the arena's memory. Views of slots must not be used afterwards."""
         self._is_closing = True
         self.wait_touched(None)
         self.__dict__.pop("bytes", None)

@@ -53,7 +53,7 @@ class FileIdentity(NamedTuple):
 
 
 def identity_of(descriptor: int) -> FileIdentity:
-    """Return the identity of an open file."""
+    """Return the identity of an open file: numbers that change when the file is written or replaced."""
     found = os.fstat(descriptor)
     return FileIdentity(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 

@@ -185,7 +185,7 @@ class _Reader:
 
     @property
     def left(self) -> int:
-        """The number of bytes left to read."""
+        """The number of bytes of the file that remain to be read."""
         return self._end - self.position
 
     def take(self, count: int, what: str) -> bytes:
@@ -202,7 +202,7 @@ class _Reader:
         return self._window[start : start + count]
 
     def skip(self, count: int, what: str) -> None:
-        """Skip `count` bytes."""
+        """Skip the next `count` bytes of the file."""
         if count > self.left:
             self.take(count, what)  # raises the error
         self.position += count

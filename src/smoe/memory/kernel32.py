@@ -147,6 +147,6 @@ class Kernel32:
 
 @cache
 def kernel32() -> Kernel32:
-    """Return the library kernel32 of this system."""
+    """Return the library kernel32 of this Windows system."""
     windows: Any = ctypes  # ctypes has its names for Windows only on Windows
     return Kernel32(windows.WinDLL("kernel32", use_last_error=True), windows.get_last_error, windows.FormatError)

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class PageRegistry(Protocol):
-    """The driver's functions that lock pages in RAM."""
+    """The functions of a device's driver that lock and unlock pages in RAM."""
 
     def register(self, address: int, nbytes: int) -> int:
         """Lock the pages of a range of memory. Return 0, or the driver's error number."""

@@ -102,7 +102,7 @@ class Ticket:
 
 
 class Mover(Protocol):
-    """Moves one expert into its slot. Reading threads call it."""
+    """Moves one expert into its slot. Reading threads call its methods."""
 
     def move(self, ticket: Ticket, between: Callable[[], None] | None) -> int:
         """Move the expert of a ticket into its slot, and return the number of bytes read from disk. May call
@@ -161,7 +161,7 @@ class Transfers:
         return True
 
     def reset(self) -> None:
-        """Reset the counters; no load may be running."""
+        """Reset the counters of bytes and time; no load may be running."""
         with self._clock:
             self.bytes_read, self.busy_seconds = 0, 0.0
 

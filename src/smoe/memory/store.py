@@ -49,7 +49,7 @@ MATRIX_ALIGNMENT = 64
 
 
 def page_ceil(count: int) -> int:
-    """Return `count` bytes rounded up to whole pages of `PAGE` bytes."""
+    """Return `count` bytes, rounded up to a multiple of `PAGE` bytes."""
     return -(-count // PAGE) * PAGE
 
 
@@ -193,7 +193,7 @@ class ExpertStore:
         return [*placement.reads, *(piece.read for piece in placement.pieces)]
 
     def paths(self) -> list[Path]:
-        """Return the files that contain experts."""
+        """Return the paths of all files that contain experts."""
         return sorted({tensor.path for tensor in self._tensors()})
 
     def check_finite(self, layer: int, expert: int, placement: SlotLayout, buffer: memoryview) -> None:

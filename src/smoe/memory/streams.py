@@ -16,7 +16,7 @@ class Event(Protocol):
     """An event in a queue of the device. It occurs when everything that was enqueued before it is done."""
 
     def query(self) -> bool:
-        """Return whether the event has occurred."""
+        """Return whether the event has occurred, without waiting for it."""
 
     def synchronize(self) -> None:
         """Block the calling thread until the event occurs. Raises errors of the device."""

@@ -30,7 +30,7 @@ def doubts_of(fields: Mapping[str, Any], spec: ModelSpec, is_quantised: bool) ->
 
 
 def _texts(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return a configuration and the configurations nested in it."""
+    """Return a configuration and all configurations that are nested in it."""
     return [fields, *(value for value in fields.values() if isinstance(value, dict))]
 
 

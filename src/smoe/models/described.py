@@ -31,7 +31,7 @@ class Described(Protocol):
 
     @property
     def config_place(self) -> Path:
-        """The file with the configuration, for messages."""
+        """The path of the file with the configuration, for messages."""
 
     def has_weights(self) -> bool:
         """Return whether the weight files are on disk, not only the configuration. No weights are read."""

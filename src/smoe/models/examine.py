@@ -154,7 +154,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Weight]:
-    """Return all parameters; tied parameters occur once."""
+    """Return all parameters of a model by name; tied parameters occur once."""
     wide = "|".join(model._get_dtype_plan(dtype)) or "$^"  # names that transformers' loader leaves in float32
     found = {}
     for name, parameter in model.named_parameters():

@@ -17,7 +17,7 @@ from smoe.models.plain_config import PlainConfig
 
 @dataclass(frozen=True)
 class Family:
-    """The structure of the models of one family."""
+    """The description of a model family, from which the weights of its models are computed."""
 
     layer: Callable[[str, PlainConfig, int], Weights]
     """A function that yields the weights of one layer, given the layer's name, the configuration and the layer's

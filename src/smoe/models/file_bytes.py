@@ -23,7 +23,7 @@ class FileBytes(NamedTuple):
 
 
 def bytes_of_files(paths: Iterable[Path]) -> FileBytes:
-    """Return the size of files on disk."""
+    """Return the size of a model whose files are on disk."""
     return FileBytes(sum(path.stat().st_size for path in paths))
 
 

@@ -80,7 +80,7 @@ def architecture_of(header: GgufHeader) -> str:
 
 
 def not_moe(path: Path, architecture: str) -> NotMoEError:
-    """Return the error for a file of a dense model."""
+    """Return the error for a GGUF file of a dense model, which has no routed experts."""
     return NotMoEError(
         f"{path} holds a model of the architecture {architecture!r:.80} that has no routed experts: it is a dense "
         "model, which transformers alone serves as well"

@@ -18,7 +18,7 @@ _EMPTY = "[EMPTY_{}]"
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens and merges of one file."""
+    """The tokens and merges of the vocabulary in one GGUF file."""
 
     header: GgufHeader
     model: str
@@ -41,7 +41,7 @@ class Vocabulary:
         return self.header.metadata.get(f"tokenizer.ggml.{name}")
 
     def merges(self) -> list[tuple[str, str]]:
-        """Return the pairs of pieces to merge, in order of priority."""
+        """Return the pairs of token pieces that the tokenizer merges, in order of priority."""
         found = _array(self.header, "merges", str)
         if found is None:
             raise CheckpointError(f"{self.header.path} has no merges (tokenizer.ggml.merges); download the file again")

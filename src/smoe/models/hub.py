@@ -40,7 +40,7 @@ def is_id(model: str) -> bool:
 
 
 def has_config(model: str, revision: str | None) -> bool:
-    """Return whether the cache holds the model's config.json."""
+    """Return whether the hub's local cache holds the model's config.json."""
     return _cached_config(model, revision) is not None
 
 
@@ -76,7 +76,7 @@ def cached(model: str, revision: str | None) -> Path | None:
 
 
 def size_bytes(model: str, revision: str | None) -> int:
-    """Return the bytes of the weights that a download would transfer."""
+    """Return the size in bytes of the model's weights that a download would transfer."""
     with asking(model):
         files = files_of(model, revision)
         _refuse_gguf(model, files)

@@ -37,7 +37,8 @@ class HubGguf(NamedTuple):
 
 
 def named_gguf(model: str) -> HubGguf | None:
-    """Return the repository and selection if `model` has the form of a GGUF model of the hub, otherwise None."""
+    """Return the repository and the selected quantization or file if `model` names a GGUF model of the hub, else
+    None."""
     repository, _, label = model.rpartition(":")
     if hub.is_id(repository) and _LABEL.fullmatch(label):
         return HubGguf(repository, label)

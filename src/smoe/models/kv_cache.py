@@ -34,10 +34,10 @@ numbers."""
 
 
 class CacheMemory(Protocol):
-    """The memory that several caches share, and its owner's other uses."""
+    """The owner of the memory that several KV caches share, who can free other uses of this memory."""
 
     def note_growth(self) -> None:
-        """Free memory for other uses: a cache is about to write positions that have no memory yet."""
+        """Free memory that has other uses, because a cache is about to write positions that have no memory yet."""
 
 
 class RowCache(DynamicCache):
@@ -241,7 +241,7 @@ class RowCache(DynamicCache):
 
     @property
     def _stores(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The storages of all layers that have been written."""
+        """The storages of keys and values of all layers that have been written."""
         stores = (getattr(layer, "_store", None) for layer in self.layers)
         return [store for store in stores if store is not None]
 
@@ -265,7 +265,7 @@ class RowCache(DynamicCache):
         return self._is_retired
 
     def retire(self) -> None:
-        """Release the memory; any later use raises `EngineStateError`."""
+        """Release the cache's memory; any later use raises `EngineStateError`."""
         self._is_retired = True
         for layer in self.layers:
             if isinstance(layer, _Storage):
@@ -290,7 +290,7 @@ class RowCache(DynamicCache):
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes of all allocated storages."""
+        """The size in bytes of the allocated storages of all layers."""
         return sum(t.numel() * t.element_size() for store in self._stores for t in store)
 
 
@@ -322,7 +322,7 @@ class _Storage:
         return self._store
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Copy row `beam_idx[b]` to row b, for every b (beam search)."""
+        """Copy row `beam_idx[b]` of the keys and values to row b, for every b (beam search)."""
         if self._store is not None:
             for tensor in self._store:
                 used = tensor[:, :, : self._owner.length]  # without an offset: beam search uses no windows

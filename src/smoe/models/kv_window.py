@@ -76,7 +76,7 @@ class _OfWhole:
 
     @_store.setter
     def _store(self, store: None) -> None:
-        """Do nothing: a window has no storages of its own."""
+        """Do nothing on assignment, because a window has no storages of its own."""
 
     def _reserved(self, like: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         if self._layer._store is None:

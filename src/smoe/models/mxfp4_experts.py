@@ -39,9 +39,9 @@ def form_of(columns: int) -> Format | None:
 
 
 def joined(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the tensors, with codes and scales of each matrix joined to one weight [E, outputs, columns].
+    """Return a checkpoint's tensors, with codes and scales of each matrix joined to one weight [E, outputs, columns].
 
-    Raise `CheckpointError` if one of both is missing, or if their shapes do not match.
+    Raise `CheckpointError` if codes or scales of a matrix are missing, or if their shapes do not match.
     """
     found = {key: tensor for key, tensor in tensors.items() if not key.endswith((_CODES, _SCALES))}
     for key, tensor in tensors.items():

@@ -47,7 +47,7 @@ class Weight(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """A tensor of a model that is not a parameter."""
+    """A tensor of a transformers model that is not a parameter."""
 
     shape: tuple[int, ...]
     item_bytes: int = F32.itemsize
@@ -75,7 +75,7 @@ class Anatomy:
 
 @dataclass(frozen=True)
 class Outline:
-    """The parts of a model, with sizes for one dtype."""
+    """The weights, buffers, experts and caches of a model, with sizes for one dtype."""
 
     weights: Mapping[str, Weight]
     """Weights by their transformers names; tied weights occur once."""

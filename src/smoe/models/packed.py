@@ -55,7 +55,7 @@ AS_STORED = "stored"
 
 
 class PackedPart(NamedTuple):
-    """One weight of an expert in the file."""
+    """One weight of an expert in a packed file, with its dtype or quantized format."""
 
     part: Part
     kind: str

@@ -52,11 +52,11 @@ class PlainConfig:
             raise AttributeError(name) from None
 
     def get(self, name: str, otherwise: Any = None) -> Any:
-        """Return a field, or `otherwise` if it is missing."""
+        """Return a configuration field, or `otherwise` if the field is missing."""
         return getattr(self, name, otherwise)
 
     def settle(self, **fields: Any) -> None:
-        """Set fields whose values follow from others."""
+        """Set configuration fields whose values follow from other fields."""
         self._fields |= fields
 
     def get_text_config(self) -> PlainConfig:

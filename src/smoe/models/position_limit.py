@@ -35,7 +35,8 @@ def position_limit(config: ModelConfig) -> int | None:
 
 
 def _scaled(table: Mapping[str, Any], named: int, is_alone: bool) -> int:
-    """Return factor times original length, or 0 if either is missing."""
+    """Return the context length of scaled rotary embeddings: factor times original length, or 0 if either is
+    missing."""
     factor: Any = table.get("factor")
     kind = table.get("rope_type")
     original = _count(table.get("original_max_position_embeddings"))

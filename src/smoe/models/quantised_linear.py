@@ -118,7 +118,7 @@ class QuantisedLinear(QuantisedWeight):
 
     @property
     def has_byte_products(self) -> bool:
-        """Whether rows are multiplied in 8 bits."""
+        """Whether our kernel multiplies this layer's weight with activation rows in 8 bits."""
         products = self.matrix.products
         return products is not None and products.in_bytes is not None
 

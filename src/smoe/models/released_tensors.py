@@ -88,7 +88,7 @@ def joined(tensors: Mapping[str, StoredTensor], scheme: Scheme) -> dict[str, Sto
 
 @dataclass(frozen=True)
 class _Names:
-    """The suffixes of the keys of a matrix."""
+    """The suffixes of the keys under which a checkpoint stores the tensors of one quantized matrix."""
 
     codes: str
     scales: str
@@ -152,7 +152,7 @@ def _of_all_experts(
 
 
 class _Matrix:
-    """One quantized matrix of a checkpoint."""
+    """One quantized matrix of a checkpoint, which is stored as several tensors."""
 
     def __init__(
         self, tensors: Mapping[str, StoredTensor], stem: str, names: _Names, scheme: Scheme, scales: StoredTensor

@@ -30,7 +30,7 @@ class LengthRule:
     """The length above which every length has factors of its own."""
 
     def __bool__(self) -> bool:
-        """Return whether the factors depend on the length at all."""
+        """Return whether the rotary factors depend on the length of the text at all."""
         return bool(self.switches) or self.grows_beyond is not None
 
     def factors(self, length: int) -> Factors:
@@ -80,7 +80,8 @@ def reads_again(model: PreTrainedModel, rule: LengthRule) -> bool:
     """Return whether transformers' `generate` drops the KV cache and recomputes a text that grows past a length at
     which its rotary factors change (a switch).
 
-    To find out, the model's class is called with an empty cache and a text that is one token longer than such a length.
+    To find out, the model's class is called with an empty cache and a text that is one token longer than the largest
+    switch.
     """
     if not rule.switches:
         return False

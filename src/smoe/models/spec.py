@@ -221,7 +221,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LibrarySpec(ModelSpec):
-    """The spec of a model that can be loaded."""
+    """The spec of a model that can be loaded: its sizes, and transformers' model without weights."""
 
     config: PretrainedConfig
     shell: PreTrainedModel

@@ -29,7 +29,7 @@ class TextRows:
 
     @property
     def capacity_tokens(self) -> int:
-        """The number of positions in every row."""
+        """The number of positions in every row of the KV cache."""
         return self.whole.capacity_tokens
 
     def window(self, first: int, rows: int = 1) -> KVWindow:

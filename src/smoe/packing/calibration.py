@@ -56,7 +56,7 @@ class Calibration:
         return {up: Compensation(own, inputs.moments), "down_proj": Compensation(inner)}
 
     def read(self, layer: int) -> LayerInputs:
-        """Return the recorded inputs of a layer."""
+        """Return the recorded inputs of one layer's experts."""
         hidden, top_k = self._shapes[layer]
         rows = torch.from_numpy(np.fromfile(self._path(layer, "hidden"), np.uint8)).view(self._dtype).view(-1, hidden)
         index = torch.from_numpy(np.fromfile(self._path(layer, "index"), np.int32)).view(-1, top_k)

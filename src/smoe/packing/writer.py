@@ -143,7 +143,7 @@ def _write_layers(
 
 
 def _settle(file: IO[bytes]) -> None:
-    """Make sure that everything written to the file is on disk."""
+    """Write everything that is buffered for the file to disk, and return when the disk has stored it."""
     file.flush()
     os.fsync(file.fileno())
 

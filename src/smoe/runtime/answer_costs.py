@@ -43,7 +43,7 @@ class LoadRate:
         return self._seconds_per_byte
 
     def _measured(self) -> Iterator[tuple[float, int]]:
-        """Yield (seconds, bytes) of the loads since the last call."""
+        """Yield (seconds, bytes) of the loads that have ended since the last call."""
         if self._link is not None:
             yield from self._link.measured()
             return

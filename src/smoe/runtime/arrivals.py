@@ -82,7 +82,7 @@ class Arrivals:
         return [ticket for ticket in found if ticket is not None and not ticket.is_over]
 
     def reset(self, eviction: Eviction) -> None:
-        """Empty all slots and reset statistics and counters."""
+        """Empty all slots, and reset the statistics and counters of loads."""
         self.recover()
         self._progress.reset(eviction)
         self.counters = Counters()
@@ -103,7 +103,7 @@ class Arrivals:
         self._progress.prefetch(loads)
 
     def bring(self, loads: Sequence[Load]) -> None:
-        """Queue loads into cache slots, after all loads of the running layer."""
+        """Queue the given loads into cache slots. They are executed after all loads of the running layer."""
         self._progress.prefetch(loads)
 
     def preload(self) -> None:

@@ -67,7 +67,7 @@ class Greedy:
             self.take(prompt[begin : begin + piece])
 
     def take(self, ids: Sequence[int]) -> None:
-        """Continue the text with the tokens `ids`."""
+        """Continue the text with the tokens `ids`, so that `next_token` is the most likely token after them."""
         given = torch.tensor([list(ids)], device=self.model.device)
         output = self.model(input_ids=given, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         self.next_token = int(output.logits[0, -1].argmax())
@@ -92,7 +92,7 @@ class Draft(StepObserver):
         """Receives the predictions for the current token; None in a prompt."""
 
     def read(self, prompt: Sequence[int]) -> None:
-        """Start a text with `prompt`, which the model reads too."""
+        """Start a new text with the tokens `prompt`, which the model reads too."""
         self._add, self._aligned, self._decoded = None, 0, 0
         self.text.read(prompt)
 

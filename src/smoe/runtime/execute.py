@@ -1,5 +1,5 @@
-"""Executes a layer's plan: starts the loads, computes resident experts, waits for the others, and sums the outputs in a
-fixed order.
+"""Executes a layer's plan: starts loads of missing experts, computes resident experts, waits for the loads, and sums
+the experts' outputs in a fixed order.
 
 One layer in decode, time to the right. The line of the CPU exists only on a machine with a device that has its own
 memory. The letters a, b and c are experts; a and b are loaded, and the CPU computes c:

@@ -23,7 +23,7 @@ _releasing: list[threading.Thread] = []
 
 
 class Helpers(Protocol):
-    """An object with threads that compute."""
+    """An object that owns threads for computing or predicting. `close` ends them."""
 
     def close(self) -> None: ...
 

@@ -25,7 +25,7 @@ class StepObserver:
         """Called with the router's choice of experts and the decision how to compute them."""
 
     def computed(self, step: Step, output: torch.Tensor) -> None:
-        """Called with the output [T, H] of a layer's experts."""
+        """Called with the output [T, H] of a layer's experts, after all of them have been computed."""
 
 
 class RoutingList(StepObserver):

@@ -259,12 +259,12 @@ class Turns:
 
     @property
     def is_running(self) -> bool:
-        """Whether any thread has the turn."""
+        """Whether any thread has the turn, the exclusive use of the engine."""
         return self._holder is not None
 
     @property
     def is_mine(self) -> bool:
-        """Whether the calling thread has the turn."""
+        """Whether the calling thread has the turn, the exclusive use of the engine."""
         return self._holder == threading.get_ident()
 
     @contextmanager

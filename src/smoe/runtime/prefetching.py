@@ -74,7 +74,7 @@ class Prefetching:
 
     @property
     def is_on(self) -> bool:
-        """Whether prefetching in decode pays at present."""
+        """Whether prefetching in decode steps currently runs, because it pays."""
         return self.trial is None or self.trial.is_on
 
     def begin(self, step: Step, decision: Decision) -> Meanwhile:

@@ -61,7 +61,7 @@ class RunningAhead:
         self._draft_predictions.listener = listener
 
     def begin(self, token: int, cache: RowCache) -> None:
-        """Decode `token`, which follows the tokens in the model's `cache`."""
+        """Start to decode `token` with the draft model. It follows the tokens in the model's `cache`."""
         asked = TokenStep(token, cache.length, cache)
         with self._changed:
             if self._thread is None:
@@ -165,7 +165,7 @@ class Ahead(Protocol):
         """Make `listener` receive every prediction as soon as it is made, on any thread."""
 
     def begin(self, token: int, cache: RowCache) -> None:
-        """Decode `token`, which follows the tokens in the model's `cache`."""
+        """Start to decode `token` with the draft model. It follows the tokens in the model's `cache`."""
 
     def pause(self, cache: RowCache | None = None) -> None:
         """Stop predicting, because the model reads a prompt (after the tokens in `cache`) or decodes a batch."""

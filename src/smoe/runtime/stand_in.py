@@ -28,7 +28,7 @@ class LayerExperts(NamedTuple):
 
     @property
     def no_expert(self) -> int:
-        """The index E, "no expert"."""
+        """The index E that means "no expert", where E is the number of experts in the layer."""
         return self.executor.arrivals.stores[EXACT].layers[self.step.layer].experts
 
     def routed(self) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""One layer of one forward pass after its router has run: what the decision and the computation take as input."""
+"""One layer of one forward pass after its router has run: the input of planning and of computing the layer's
+experts."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Watch(StepObserver):
     call `begin`, `taken` and `end`."""
 
     def __init__(self, executor: LayerExecutor, first: Mapping[int, int]) -> None:
-        """`first`: for each layer, the number of its first expert."""
+        """`first`: for each layer, the number of its first expert. Expert numbers run through all layers."""
         self._executor = executor
         self._first = first
         self._entry = min(first)
@@ -65,13 +65,13 @@ class Watch(StepObserver):
         """The staged copies that had been noted before."""
 
     def begin(self) -> None:
-        """Start to record events, because a page is open."""
+        """Start to record events, because a page of `/watch` is open."""
         self.taken()
         self._staged = self._known = frozenset()
         self._executor.observers = [*self._executor.observers, self]  # a new list: the engine may use the old one
 
     def end(self) -> None:
-        """Stop recording, because the last page was closed."""
+        """Stop recording events, because the last page of `/watch` was closed."""
         self._executor.observers = [each for each in self._executor.observers if each is not self]
 
     def taken(self) -> tuple[dict[str, list[int]], list[PassNote]]:
