@@ -30,8 +30,8 @@ _PLAIN = "BF16"
 def place_of(model: str | Path, precision: str) -> Path:
     """Return the folder of a model on disk.
 
-    Raises `ConfigError` if only a worker with torch could use it: a model that must be downloaded, one that is not a
-    folder, or a `precision`.
+    Raises `ConfigError` if a worker without torch cannot use the model: if it must be downloaded, if it is not a
+    folder, or if a `precision` is set.
     """
     from smoe.models.files import local_place
 

@@ -105,8 +105,8 @@ class DeepseekPreTrainedModel(LlamaPreTrainedModel):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """Return True always. transformers would look for its decorator in the source file of the class, but this file
-        only imports the experts."""
+        """Return True always, because other code may compute the experts. transformers would look for its decorator in
+        the source file of the class, but this file only imports the experts."""
         return True
 
 

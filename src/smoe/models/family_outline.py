@@ -48,8 +48,8 @@ def _of_text(stated: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(c: PlainConfig) -> None:
-    """Raise `UndescribedError` if transformers could not build or run the model, because transformers' own message is
-    better."""
+    """Raise `UndescribedError` if transformers could not build or run the model. The caller then uses transformers,
+    which reports the error in more detail."""
     groups, chosen = c.get("n_group"), c.get("topk_group")
     experts = c.get("n_routed_experts") or c.get("num_experts") or 0
     is_odd = (

@@ -87,7 +87,8 @@ class ChoosingLlama4ForCausalLM(library.Llama4ForCausalLM):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """Return True always, because transformers would look for its decorator in the source file of the class."""
+        """Return True always, because other code may compute the experts. transformers would look for its decorator in
+        the source file of the class."""
         return True
 
     @classmethod

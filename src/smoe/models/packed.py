@@ -119,8 +119,8 @@ class Contents:
     def path(self, place: Path) -> Path:
         """Return the path of the packed file of a checkpoint, for reading or writing.
 
-        It is next to the weights; in the user's cache for the embedded model, or if that folder is not writable and has
-        no packed file.
+        The file is next to the weights. For the embedded model, or if the folder of the weights is not writable and has
+        no packed file, it is in the user's cache.
         """
         sidecar = (place if place.is_dir() else place.parent) / self.sidecar_name(place)
         if place.resolve() != DEMO_FOLDER.resolve() and (sidecar.exists() or os.access(sidecar.parent, os.W_OK)):
@@ -302,7 +302,8 @@ def read_packed(place: Path, contents: Contents) -> Packed | None:
 
 
 def _check_header(path: Path, header: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Raise `CheckpointError` if a pack has another version, or was made from other weights than the checkpoint's."""
+    """Raise `CheckpointError` if a packed file has another format version, or was made from other weights than the
+    checkpoint's."""
     if header.get("version") != VERSION:
         raise CheckpointError(
             f"{path} is a pack of version {header.get('version')!r:.20}, and this smoe reads version {VERSION}: run "

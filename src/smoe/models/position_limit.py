@@ -20,8 +20,8 @@ transformers' documentation leaves that field unscaled for them. Configurations 
 def position_limit(config: ModelConfig) -> int | None:
     """Return the largest context length of a model in tokens, or None if the configuration has none.
 
-    It is `max_position_embeddings`, or factor times original length if that is larger: instructions to enable YaRN
-    (Qwen's) leave `max_position_embeddings` unchanged.
+    The length is `max_position_embeddings`, or the rotary scaling's factor times its original length if the product is
+    larger. (Qwen's instructions to enable YaRN leave `max_position_embeddings` unchanged.)
     """
     text = config.get_text_config()
     named = _count(getattr(text, "max_position_embeddings", None))

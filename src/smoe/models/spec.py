@@ -132,7 +132,8 @@ class ModelSpec:
 
     @property
     def unpacked_bytes(self) -> int:
-        """The bytes of the quantized weights that are dequantized at once, in the model's dtype."""
+        """The size in bytes of the quantized weights that are dequantized at a time, after dequantizing them to the
+        model's dtype."""
         largest = max(math.prod(part.shape) for site in self.sites for part in site.parts)
         is_unpacked = self.stored_bytes is not None or self.low is not None
         elements = (largest if is_unpacked else 0) + (PIECE_ELEMENTS if self.dense else 0)
