@@ -133,7 +133,7 @@ class Columns:
         return total
 
     def _word_with(self, piece: Field) -> tuple[Value, int]:
-        """Return the 32-bit words of every row that contain the bits of `field`, and the number of the field's first
+        """Return the 32-bit words of every row that contain the bit field `piece`, and the number of the field's first
         bit in the words."""
         last = piece.byte + (piece.shift + piece.mask.bit_length() - 1) // 8
 

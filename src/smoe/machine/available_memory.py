@@ -92,7 +92,7 @@ def _rooms() -> Iterator[Room]:
 
 
 def less_margin(free_bytes: int) -> int:
-    """Return how much of the free memory `nbytes` smoe takes by default: all of it except a margin for other
+    """Return how much of the free memory smoe takes by default: all of it except a margin for other
     programs."""
     return max(0, free_bytes - max(MIN_MARGIN_BYTES, int(free_bytes * MARGIN_SHARE)))
 

@@ -79,7 +79,7 @@ class Compensation:
 
 
 def _turned(numbers: torch.Tensor, columns: slice) -> torch.Tensor:
-    """Return the columns `own` of a matrix, transposed and contiguous: [width, N]."""
+    """Return a range of columns of a matrix, transposed and contiguous: [width, N]."""
     return numbers[:, columns].t().contiguous()
 
 
