@@ -1,5 +1,5 @@
-"""Adds options to the command line of a command: the fields of a group of options (`engine: EngineOptions`), and the
-options that every command has."""
+"""Extends the command line of a command: a parameter that is a group of options (`engine: EngineOptions`) is replaced
+by the options of the group, and the options that every command has are added."""
 
 from __future__ import annotations
 

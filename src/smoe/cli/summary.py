@@ -1,5 +1,5 @@
-"""Prints the summary at the end of a run or a server on stderr: speed, bytes read, memory, and how close the run came
-to the hardware's limit."""
+"""Prints a summary on stderr at the end of a run, or at the end of a server: speed, bytes read, memory, and how close
+the run came to the hardware's limit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Makes the description of the coordinator's experts that workers without torch need. The first request starts this on
-a thread; until the description is complete, workers repeat their request."""
+"""Makes the description of the coordinator's experts that workers without torch need. The first request of a worker
+starts a thread that makes the description. Until the description is complete, workers repeat their requests."""
 
 from __future__ import annotations
 

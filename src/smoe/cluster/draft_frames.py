@@ -5,7 +5,8 @@
     taken      header (text): from the draft model, as the next
     expected   header (text) | u32 [n, 4]: position, token, layer, experts | u32 [experts of all]
 
-A *text* is a random number of the coordinator; messages about another text are dropped.
+In a header, *text* is the number by which the coordinator identifies the text that it decodes. Messages about another
+text are dropped.
 """
 
 from __future__ import annotations

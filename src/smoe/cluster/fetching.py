@@ -2,8 +2,9 @@
 
     FILES --> (checksums)... MANIFEST: existing files are compared --PIECE, PIECE, ...--> chunks, verified and stored
 
-The worker requests a few MiB ahead. When nothing has arrived for a while it sends FILES again: a coordinator, also a
-restarted one, then knows the worker, which requests the missing pieces again. Stored chunks remain after an interrupt.
+The worker requests pieces a few MiB ahead. If nothing has arrived for a while, it sends FILES again, because the
+coordinator may have restarted and no longer know the worker. Then it requests the missing pieces again. Stored chunks
+remain after an interrupt.
 """
 
 from __future__ import annotations

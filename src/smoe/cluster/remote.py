@@ -1,5 +1,4 @@
-"""The cluster as the engine uses it: units that compute experts on other machines, and the placement of experts on
-them.
+"""The cluster as the engine uses it: compute units on other machines, and the placement of experts on these units.
 
 Membership changes between forward passes: a worker that has passed its proofs is used from the next pass on. Within a
 pass, the link replaces a worker that fails.

@@ -4,7 +4,7 @@ section 3.2).
     routing weights, largest first      0.5     0.3     0.15     0.05         scaled to sum 1 for each token
     unimportance s                      0       0.5     0.8      0.95         the sum of the larger weights
 
-    s <= T1: full copy                  T1 < s <= T2: low copy                T2 < s: dropped
+    s <= T1: full copy                  T1 < s <= T2: low-precision copy      T2 < s: dropped
 
 This applies to missing experts only: a resident full copy is always used. A token's expert of largest weight has s = 0.
 In a batch, an expert has the least unimportance that it has for any token.

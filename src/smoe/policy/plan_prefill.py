@@ -1,9 +1,9 @@
 """Plans one layer of a prompt: every expert is loaded at most once, in ascending order, through the staging slots. The
 plan also decides which of the experts become resident.
 
-Experts become resident as long as the layer has free cache slots in its share, first those that the prompt's last
-tokens use most. After that, an expert that these tokens use more than a resident of the layer replaces this resident,
-once it is computed.
+Experts become resident as long as cache slots are free, up to the number that this layer may fill. The experts that the
+prompt's last tokens use most come first. When no more slots may be filled, an expert that these tokens use more than a
+resident of the layer replaces this resident, after the expert has been computed.
 """
 
 from __future__ import annotations

@@ -3,12 +3,13 @@
     resident and shared experts of layer l -> attention of l+1 -> router of l+1
 
 This is SMoE's look-ahead (second version, section IV-C). It calls the library's own modules. First the MoE block of
-layer l runs once more; the output of its experts is that of the resident ones. Then the next decoder layer runs up to
-its router, where an exception stops it. No model family is hard-coded. The early run writes to the KV cache only at
-positions that the regular pass overwrites before it reads them (`models/kv_cache.py`), so nothing must be undone.
+layer l runs once more, with the output of its resident experts in place of the output of all of its experts. Then the
+next decoder layer runs up to its router, where an exception stops it. No model family is hard-coded. The early run
+writes to the KV cache only at positions that the regular pass overwrites before it reads them (`models/kv_cache.py`),
+so nothing must be undone.
 
 A layer is predicted in this way only after a regular pass has shown, bit by bit, that its output is the sum of its
-residual and its block's output. For other layers, the next gate predicts.
+residual and its block's output. For other layers, the predictor `next-gate` is used.
 """
 
 from __future__ import annotations

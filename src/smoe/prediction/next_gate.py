@@ -2,8 +2,8 @@
 
     router input of layer l ---> router of layer l+1 ---> prediction for layer l+1
 
-The router input of a layer changes little from layer to layer, so a layer's router can be applied to that of the layer
-before.
+The router input of a layer changes little from layer to layer, so the router of a layer can be applied to the router
+input of the layer before.
 """
 
 from __future__ import annotations

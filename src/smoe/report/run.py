@@ -1,6 +1,7 @@
-"""The figures of one generation: speed, traffic, memory, the share of the hardware's limit, and its waits.
+"""The measured figures of one generation: speed, bytes read, memory, closeness to the hardware's limit, and times of
+waiting.
 
-`docs/metrics.md` defines them. The command line, the benchmark and programs all use this module.
+`docs/metrics.md` defines these figures. The command line, the benchmark and programs all use this module.
 """
 
 from __future__ import annotations

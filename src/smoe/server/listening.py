@@ -5,7 +5,7 @@ first SIGTERM or Ctrl-C        no more connections; new requests get 503
       v                        the rest is cancelled: a whole response becomes 503, a stream ends with an error
       |  _LAST_SECONDS         for these errors to be sent
       v                        clients that have not read them are disconnected
-second one                     the same, without drain_seconds
+second SIGTERM or Ctrl-C       the same, without waiting for drain_seconds
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The server's socket and its addresses. Imports nothing heavy: a port in use is refused before anything is loaded.
 
-bound    the port is ours; connections are refused
+bound    the port is reserved for this process; connections are refused
 opened   connections wait until the server accepts them
 """
 

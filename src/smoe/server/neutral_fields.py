@@ -1,7 +1,7 @@
 """Fields of other servers' APIs that this server does not support. Many clients send them in every request with a value
 that has no effect.
 
-The server accepts this value and refuses any other (`RequestFields.check_unsupported`).
+The server accepts the value without effect and refuses any other value (`RequestFields.check_unsupported`).
 """
 
 from __future__ import annotations

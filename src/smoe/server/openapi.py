@@ -1,7 +1,7 @@
 """The content of `/openapi.json`: every path with its requests and responses.
 
-It is declared here and not derived from the route functions: errors have one form per API and mostly occur before a
-route is called (`guard.py`), and a response may be a stream.
+The content is declared here and not derived from the route functions: errors have one form per API and mostly occur
+before a route is called (`guard.py`), and a response may be a stream.
 """
 
 from __future__ import annotations

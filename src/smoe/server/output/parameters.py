@@ -1,7 +1,7 @@
 """Reads a function's parameters from its JSON schema: the values that each argument may have.
 
-Formats that write arguments as plain text need it: in `<parameter=zip>0150</parameter>`, the schema decides whether the
-value is a string or a number.
+Output formats that write arguments as plain text need the schema: in `<parameter=zip>0150</parameter>`, the schema
+decides whether the value is a string or a number.
 """
 
 from __future__ import annotations
