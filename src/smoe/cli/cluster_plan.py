@@ -27,7 +27,7 @@ _LINK = "1Gbit"
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """The options that describe the workers."""
+    """The options of `smoe cluster plan` that describe the workers."""
 
     workers: Annotated[
         int | None,

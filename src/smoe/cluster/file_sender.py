@@ -46,7 +46,7 @@ class FileSender(Admission):
         self._is_ending = False
 
     def end(self) -> None:
-        """End `serve`. Any thread may call this."""
+        """Make `serve` return. Any thread may call this method."""
         self._is_ending = True
         self._queue.put(None)
 

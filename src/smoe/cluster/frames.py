@@ -145,7 +145,7 @@ class WorkFrame(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds that a worker needed for a request."""
+    """The seconds that a worker spent on a request, and the number of experts that it loaded."""
 
     whole: float
     """Seconds from the request's arrival, or the end of the request before it, to its last result."""

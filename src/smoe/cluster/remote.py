@@ -146,7 +146,8 @@ class Cluster(Admission):
         return [] if self.link is None else [each._asdict() for each in self.link.losses]
 
     def described(self) -> list[dict[str, Any]]:
-        """Return the state of every worker, for `status` and the summary; times in seconds."""
+        """Return the state of every worker, for `smoe cluster status` and the summary of a run. Times are in
+        seconds."""
         return [_described(member) for member in self.members]
 
     @property

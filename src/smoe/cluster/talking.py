@@ -46,7 +46,7 @@ class Talking(ABC):
         """Whether `end` was called."""
 
     def end(self) -> None:
-        """End `serve`. Any thread may call this."""
+        """Make `serve` return. Any thread may call this method."""
         self.is_ending = True
         self._queue.put([])
 

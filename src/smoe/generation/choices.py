@@ -22,8 +22,8 @@ def end_tokens(model: PreTrainedModel, tokenizer: Any) -> set[int]:
 
 
 def pad_token(tokenizer: Any) -> int:
-    """Return the tokenizer's padding token. If it has none, return another token: padding is masked, so its value has
-    no effect."""
+    """Return the tokenizer's padding token. If the tokenizer has none, return any other token: padding is masked, so
+    the token has no effect."""
     for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token is not None:
             return int(token)

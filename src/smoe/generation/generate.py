@@ -260,7 +260,7 @@ class _Collector:
         self._errors: list[Exception] = []
 
     def note(self) -> None:
-        """Record the time of a step that has ended, once every prompt has its first token."""
+        """Record the time at which a step has ended, once every prompt has its first token."""
         if self._is_news and all(request.new_ids or request.ended for request in self.requests):
             self.times.append(self._engine.now())
             if self.after_prefill is None:
@@ -270,7 +270,7 @@ class _Collector:
         self._is_news = False
 
     def raise_first(self) -> None:
-        """Raise the first error of any row."""
+        """Raise the first of the errors with which texts have ended, if there is one."""
         for error in self._errors:
             raise error
 

@@ -225,7 +225,7 @@ class Ledger:
 
     def slots_after(self, reserve_bytes: int) -> list[int]:
         """Return the number of cache slots of each pool while `reserve_bytes` bytes of the reserved memory are in use.
-        It is never less than without lending."""
+        No number is below that of the same ledger without spare slots."""
         assert not self.demand.low, "low copies have a share of their own"
         lent = max(0, self.demand.reserve_bytes - reserve_bytes)
         room = self.budget_bytes - sum(self._fixed_entries.values()) + lent

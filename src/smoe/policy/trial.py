@@ -104,7 +104,8 @@ class LookAheadTrial:
         self._cost: float | None = None
 
     def fits(self, loads: int) -> bool:
-        """Return whether a look-ahead ends before `loads` loads do; true if nothing was measured yet."""
+        """Return whether running a look-ahead takes less time than waiting for `loads` loads; true if nothing was
+        measured yet."""
         wait = self._wait.get(loads)
         return loads > 0 and (wait is None or self._cost is None or wait >= self._cost)
 

@@ -38,7 +38,7 @@ class ActivationMatrix(FittedPredictor):
     usual_recall = 0.25
 
     def __init__(self, layers: Sequence[RoutedLayer], matrices: np.ndarray) -> None:
-        """`matrices`: [M, L, E] counts."""
+        """`matrices`: [M, L, E] counts, as `matrices_of` returns them."""
         super().__init__(layers)
         self._directions = _unit(matrices)
         """[M, L, E] the stored matrices, with every row scaled to length 1, which does not change the order of the

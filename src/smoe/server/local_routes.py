@@ -20,7 +20,7 @@ _READ = ["GET", "HEAD"]
 
 
 def add_local_paths(app: FastAPI, serving: Serving) -> None:
-    """Add the paths to the application."""
+    """Add the paths of Ollama's and llama.cpp's APIs to the application."""
     model = OllamaModel(serving)
     for path, respond in (
         ("/api/chat", partial(ollama_chat, serving)),

@@ -54,7 +54,8 @@ class Prompts:
 
     @property
     def template_state(self) -> str:
-        """The state of the chat template: none, ok or failed (`ChatTemplate.state`)."""
+        """The state of the chat template: `none` (there is none), `ok`, or `failed` (it exceeded a limit on the last
+        conversation)."""
         return self._conversations.template.state
 
     def close(self) -> None:

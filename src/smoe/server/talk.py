@@ -114,7 +114,7 @@ def thinking(template: Mapping[str, Any], is_on: bool) -> dict[str, Any]:
 
 
 def prompt_of(serving: Serving, talk: Talk, param: str) -> list[int]:
-    """Return the tokens of the conversation's prompt. `param`: the request's field that errors name."""
+    """Return the tokens of the conversation's prompt. `param`: the request's field that error messages name."""
     offered, _ = _offered(talk)
     return serving.prompts.of_messages(talk.messages, offered, talk.template, param, talk.ending)
 

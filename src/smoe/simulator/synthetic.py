@@ -153,7 +153,8 @@ def moments(trace: Sequence[Routing], steps: int) -> Moments:
 
 
 def _decoded(trace: Sequence[Routing], steps: int) -> tuple[np.ndarray, float | None]:
-    """Return (the chosen experts [steps, L, K], `Moments.gap`) of a trace."""
+    """Return the chosen experts [steps, L, K] of a trace's decode steps, and the mean gap between the scores of chosen
+    experts and that of rank K+1 (`Moments.gap`)."""
     rows: dict[int, list[list[int]]] = {}
     gaps: list[float] = []
     for routing in trace:
