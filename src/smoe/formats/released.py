@@ -1,5 +1,5 @@
-"""Formats for checkpoints that have codes, scales and zero points in separate tensors. A block here is what is joined
-from them in a slot (`memory/arrangement.py`).
+"""Formats for checkpoints that have codes, scales and zero points in separate tensors. In a slot, these tensors are
+joined to the blocks that the formats describe (`memory/arrangement.py`).
 
 G and B are numbers of elements:
 

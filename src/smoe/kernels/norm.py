@@ -1,6 +1,6 @@
 """Computes RMSNorm of a few rows in one function with torch's bits, where transformers uses eight operations.
 
-    mean    =    (x0 x0 + x1 x1 + ...) / size            float32
+    mean    =    (x0 * x0 + x1 * x1 + ...) / size        float32
     out     =    bf16(weight * bf16(x * (1 / sqrt(mean + eps))))
 
 Everything except the sum is a sequence of single roundings, so only the order of torch's sum must be reproduced. torch

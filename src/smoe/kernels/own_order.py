@@ -6,7 +6,7 @@ of reading the weights. Here each output is summed in as many chains as suit the
     weights in memory    k k+1 | k+2 k+3 | ...    32 bits hold two numbers: the even one shifted up, and the odd
                                                   one with its lower half cleared, are float32 numbers already
     x, converted once    even | odd
-    output n    =    all lanes of  sum over k of  even(w) even(x)    +    all lanes of  sum over k of  odd(w) odd(x)
+    output n    =    all lanes of  sum over k of  even(w) * even(x)    +    all lanes of  sum over k of  odd(w) * odd(x)
 
 A product of two bf16 numbers is exact in float32, so only the sums are rounded. Their order depends on shape, number of
 rows and instruction set (grade E1). When a model is loaded, their error is compared with torch's (`proof.py`). The

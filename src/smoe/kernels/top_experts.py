@@ -96,7 +96,7 @@ def _largest(code: Code, register: Value) -> Value:
 
 
 def _exp(code: Code, x: Value) -> Value:
-    """Return exp of a register of numbers up to 0. It is 2^n e^r with |r| <= ln(2) / 2, where e^r is computed by its
+    """Return exp of a register of numbers up to 0. It is 2^n * e^r with |r| <= ln(2) / 2, where e^r is computed by its
     Taylor series."""
     build = code.build
     least = code.reals(_LEAST)

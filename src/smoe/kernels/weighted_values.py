@@ -1,8 +1,8 @@
 """The values weighted by a query's softmax, p . v, as LLVM text for `attention.py`.
 
-torch's order: p is rounded to bf16. For four keys at a time, an output adds ((p0 v0 + p2 v2) + (p1 v1 + p3 v3)); the up
-to three remaining keys are added from the last one on. Outputs are in float32 until all keys have been added. They are
-in tiles of 16 even elements and 16 odd elements, as values are in their registers.
+torch's order of sums: p is rounded to bf16. For four keys at a time, an output adds ((p0 * v0 + p2 * v2) + (p1 * v1 +
+p3 * v3)). The up to three remaining keys are added from the last one on. Outputs are in float32 until all keys have
+been added. They are in tiles of 16 even elements and 16 odd elements, as values are in their registers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def source(row: int) -> str:
 
 
 def _weigh(row: int) -> str:
-    """Return LLVM text that computes totals[h] += p[h, n] v[n]: four keys at a time, then the remaining ones from the
+    """Return LLVM text that computes totals[h] += p[h, n] * v[n]: four keys at a time, then the remaining ones from the
     last on; in tiles of 32 elements d, and then heads."""
     return f"""
 define internal void @weigh(ptr noalias %p, ptr noalias %v, i64 %stride, i64 %n, i64 %size, i64 %group,

@@ -39,7 +39,7 @@ class StackedExperts(library.DbrxExperts):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Return the experts' output [T, H] for hidden states [T, H], chosen experts [T, K] and weights [T, K].
-        transformers' own loop computes it, with the matrices under its names."""
+        transformers' own loop computes the output; it gets the matrices under the names that it expects."""
         gate, up = self.gate_up_proj.chunk(2, dim=1)
         self.mlp.w1, self.mlp.v1, self.mlp.w2 = (each.flatten(0, 1) for each in (gate, up, self.down_proj))
         try:
