@@ -96,17 +96,15 @@ def test_by_finish_who_is_told_is_chosen_among_what_nobody_has() -> None:
 def test_what_a_token_waits_for() -> None:
     """By the last answer of each of two layers."""
     there = foretell(tokens([[0, 1], [2, 3]]), MAIN, [WORKER] * 2, "finish")
-    assert there.waits == [TokenWaits(coordinator=2.0, between=2.0, computing=1.0, loads=8.0)] and there.loads_since(
-        0
-    ) == (
+    assert there.waits == [TokenWaits(main=2.0, between=2.0, computing=1.0, loads=8.0)] and there.loads_since(0) == (
         4,
         0,
     )
     own = MeasuredCoordinator(layer=1.0, load=1.0, expert=0.5, slots=8)
     here = foretell(tokens(*[[[0, 1], [2, 3]]] * 2), own, [WORKER] * 2, "finish")
     assert here.waits == [
-        TokenWaits(coordinator=2.0, computing=2.0, own_loads=3.0),
-        TokenWaits(coordinator=2.0, computing=2.0),
+        TokenWaits(main=2.0, computing=2.0, own_loads=3.0),
+        TokenWaits(main=2.0, computing=2.0),
     ]
     assert here.loads_since(0) == (0, 4) and here.loads_since(1) == (0, 0)
     assert [sum(waits) for waits in here.waits] == here.token_seconds
