@@ -30,7 +30,7 @@ Toy = Callable[..., Path]
 
 FOR_POSIX_ALONE = {
     "memory/arena.py": "MAP_PRIVATE MAP_ANONYMOUS",  # Windows leaves the function before
-    "memory/files.py": "fcntl pread POSIX_FADV_DONTNEED",  # `opening` gives Windows another; asked for before
+    "memory/expert_files.py": "fcntl pread POSIX_FADV_DONTNEED",  # `opening` gives Windows another; asked for before
     "machine/disk_rates.py": "POSIX_FADV_DONTNEED",  # where there is posix_fadvise
     "machine/process_memory.py": "resource getrusage RUSAGE_SELF",  # in a function that Windows leaves before
     "cluster/identity.py": "fchmod",  # where os.name is posix

@@ -16,7 +16,7 @@ from smoe.errors import BudgetError, ConfigError, UnsupportedModelError
 from smoe.kernels.spinning_pool import is_supported
 from smoe.load.device import choose_device
 from smoe.memory.arena import Arena
-from smoe.memory.files import DiskReader
+from smoe.memory.expert_files import DiskReader
 from smoe.models.experts import is_experts
 from smoe.models.read_spec import read_spec
 from smoe.policy.budget import full_bytes

@@ -16,7 +16,7 @@ from smoe.config import EngineConfig
 from smoe.machine import disk_rates
 from smoe.machine.disk_rates import measure_reads
 from smoe.machine.processor import reading_threads
-from smoe.memory.files import DiskReader
+from smoe.memory.expert_files import DiskReader
 from smoe.memory.store import PAGE, Read
 
 EXPERTS = 12

@@ -17,7 +17,7 @@ import torch
 
 from smoe.errors import ConfigError
 from smoe.memory.emulation import MARGIN, DeviceProfile, Emulation, read_emulated, read_profile
-from smoe.memory.files import CHUNK_BYTES
+from smoe.memory.expert_files import CHUNK_BYTES
 from smoe.memory.link import EmulatedLink
 from tests.memory.fake_clock import NEAR, Clock
 

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from smoe.errors import CheckpointError, TransferError
-from smoe.memory import files
+from smoe.memory import expert_files
 from smoe.memory.arena import Arena
-from smoe.memory.files import DiskReader, ExpertFile, PosixFile, identity_of, opening
+from smoe.memory.expert_files import DiskReader, ExpertFile, PosixFile, identity_of, opening
 from smoe.memory.store import PAGE, Read
 from smoe.memory.windows_file import WindowsFile
 from tests.memory.fake_kernel32 import FakeKernel32, leaked, on_windows
@@ -89,7 +89,7 @@ def test_bytes_are_the_file_s(
     system: Any, is_direct: bool, path: Path, buffer: memoryview, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several requests, an offset, and the file's end inside the last page."""
-    monkeypatch.setattr(files, "REQUEST_BYTES", 3 * PAGE)
+    monkeypatch.setattr(expert_files, "REQUEST_BYTES", 3 * PAGE)
     with ExitStack() as stack:
         reader = closing(DiskReader(is_direct, system.opened), stack)
         for read in (pages(path), pages(path, 3 * PAGE, 5), pages(path, 15 * PAGE, 6, 5 * PAGE + 123)):
@@ -191,7 +191,7 @@ def test_windows_sectors_larger_than_our_pages_are_read_through_the_cache(
 def test_windows_errors_keep_their_number_and_passing_ones_pass(
     kernel: FakeKernel32, path: Path, buffer: memoryview, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(expert_files.time, "sleep", lambda seconds: None)
     with ExitStack() as stack:
         reader = closing(DiskReader(True, WindowsFile), stack)
         kernel.fails_with = [NO_SYSTEM_RESOURCES] * 3
@@ -244,5 +244,5 @@ def test_windows_files_may_be_deleted_by_others_and_not_written(kernel: FakeKern
 def test_each_system_has_its_way(
     platform: str, name: str, of: Callable[[Path, bool], ExpertFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files.sys, "platform", platform)
-    assert opening() is of and files.direct_name() == name
+    monkeypatch.setattr(expert_files.sys, "platform", platform)
+    assert opening() is of and expert_files.direct_name() == name

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from smoe.expert import EXACT
-from smoe.memory.files import CHUNK_BYTES
+from smoe.memory.expert_files import CHUNK_BYTES
 from smoe.memory.link import OUTSTANDING, CudaLink
 from smoe.memory.reading_threads import Ticket, TicketState, Transfers
 from smoe.policy.plan import Load, LoadReason

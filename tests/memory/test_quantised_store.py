@@ -27,7 +27,7 @@ from smoe.expert import EXACT
 from smoe.formats.plain import PLAIN
 from smoe.formats.registry import FORMATS, GGML
 from smoe.memory.arena import Arena
-from smoe.memory.files import DiskReader
+from smoe.memory.expert_files import DiskReader
 from smoe.memory.movers import Filler, SlotMover
 from smoe.memory.quantised_store import QuantisedStore, is_quantised
 from smoe.memory.reading_threads import Ticket

@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 
 from smoe.errors import CheckpointError
 from smoe.expert import EXACT
-from smoe.memory import files
+from smoe.memory import expert_files
 from smoe.memory.arena import Arena
-from smoe.memory.files import DiskReader
+from smoe.memory.expert_files import DiskReader
 from smoe.memory.movers import Filler, SlotMover, torch_dtype
 from smoe.memory.reading_threads import Ticket
 from smoe.memory.safetensors_index import ITEM_BYTES, read_header
@@ -167,7 +167,7 @@ def test_a_demand_load_inside_a_staged_prefetch_keeps_its_hands_off_the_buffer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One thread, two experts: the prefetch has read its first chunk when the demand load passes."""
-    monkeypatch.setattr(files, "CHUNK_BYTES", PAGE)
+    monkeypatch.setattr(expert_files, "CHUNK_BYTES", PAGE)
     tensors = make_tensors(torch.float32)
     store = ExpertStore({0: write(tmp_path, tensors, "apart", 0)}, "F32")
     arena = Arena([(2, max(store.slot_bytes.values()))], torch.device("cpu"))

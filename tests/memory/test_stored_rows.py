@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from smoe.errors import CheckpointError
-from smoe.memory.files import identity_of
+from smoe.memory.expert_files import identity_of
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.stored_rows import StoredRows
 

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe import from_pretrained
-from smoe.memory.files import DiskReader
+from smoe.memory.expert_files import DiskReader
 from tests import oracle
 
 Open = Callable[..., PreTrainedModel]

@@ -25,7 +25,7 @@ MOST_OF_A_LAYER, MOST_OF_A_TOKEN = 18, 33
 """Files, those of reading threads among them; they may only become fewer."""
 FIRST_LOAD = {"compute/expert_math.py", "kernels/matrix.py", "memory/arena.py"}
 """Where the first load into a slot makes its views, in addition."""
-READERS = {"memory/movers.py", "memory/files.py", "memory/store.py"}
+READERS = {"memory/movers.py", "memory/expert_files.py", "memory/store.py"}
 """What reading threads use, at any time."""
 _CODE_OF_FUNCTION = 1
 """A flag of code objects: CO_OPTIMIZED, which module and class bodies do not have."""

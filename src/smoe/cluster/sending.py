@@ -25,7 +25,7 @@ from smoe.cluster.frames import Frame, FrameError, FrameKind
 from smoe.cluster.pace import SendRate
 from smoe.cluster.sums import forget_sums, identity, sums_of
 from smoe.errors import CheckpointError, SmoeError
-from smoe.memory.files import FileIdentity, check_identity
+from smoe.memory.expert_files import FileIdentity, check_identity
 
 FILE_KINDS = (FrameKind.FILES, FrameKind.PIECE)
 """The kinds of messages to a courier."""

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from smoe.cluster.files import CHUNK_BYTES, SentFile
-from smoe.memory.files import FileIdentity, check_identity, identity_of
+from smoe.memory.expert_files import FileIdentity, check_identity, identity_of
 from smoe.user_cache import keep, of_model, read_stored
 
 _FORMAT = 1

@@ -16,7 +16,7 @@ from smoe.compute.unit import Arithmetic, ExpertTask, Hidden
 from smoe.expert import EXACT, ExpertKey
 from smoe.kernels.isa import widest
 from smoe.kernels.spinning_pool import SpinningPool, is_supported
-from smoe.memory.files import DiskReader
+from smoe.memory.expert_files import DiskReader
 from smoe.memory.host import HostTier
 from smoe.memory.movers import Filler
 from smoe.memory.pacing import Pacing

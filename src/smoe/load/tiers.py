@@ -13,7 +13,7 @@ from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.machine.processor import reading_threads, usable_cores
 from smoe.memory.arena import Arena
 from smoe.memory.emulation import Emulation
-from smoe.memory.files import DiskReader
+from smoe.memory.expert_files import DiskReader
 from smoe.memory.host import HostTier
 from smoe.memory.link import CudaLink, EmulatedLink, Link
 from smoe.memory.movers import Filler, HostMover, SlotMover

@@ -14,7 +14,7 @@ from typing import TypeVar
 from smoe.config import EngineConfig
 from smoe.machine.processor import reading_threads
 from smoe.memory.arena import Arena
-from smoe.memory.files import DiskReader
+from smoe.memory.expert_files import DiskReader
 from smoe.memory.store import ExpertStore, Read, page_ceil
 from smoe.user_cache import cache_folder
 

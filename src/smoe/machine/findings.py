@@ -23,7 +23,7 @@ from smoe.machine.available_memory import least_room, less_margin
 from smoe.machine.macos_memory import pressure
 from smoe.machine.measure import Profile
 from smoe.machine.processor import BUSY_SHARE, waited_share
-from smoe.memory.files import direct_name
+from smoe.memory.expert_files import direct_name
 from smoe.units import format_bytes
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")

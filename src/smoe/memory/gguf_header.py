@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from smoe.errors import CheckpointError
 from smoe.memory.checkpoint_json import check_regular
-from smoe.memory.files import FileIdentity, check_identity, identity_of
+from smoe.memory.expert_files import FileIdentity, check_identity, identity_of
 
 MAGIC = b"GGUF"
 ALIGNMENT = "general.alignment"

@@ -12,7 +12,7 @@ from gguf.quants import dequantize
 
 from smoe.errors import CheckpointError
 from smoe.formats.registry import FORMATS
-from smoe.memory.files import check_identity
+from smoe.memory.expert_files import check_identity
 from smoe.memory.gguf_index import BLOCKS, INTEGERS
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.torch_dtypes import TORCH

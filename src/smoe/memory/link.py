@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import torch
 
 from smoe.memory.emulation import Emulation
-from smoe.memory.files import CHUNK_BYTES
+from smoe.memory.expert_files import CHUNK_BYTES
 from smoe.memory.reading_threads import Ticket
 from smoe.memory.streams import Event, Streams
 

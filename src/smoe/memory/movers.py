@@ -10,7 +10,7 @@ import numpy as np
 
 from smoe.expert import ExpertKey
 from smoe.memory.arena import Arena
-from smoe.memory.files import DiskReader
+from smoe.memory.expert_files import DiskReader
 from smoe.memory.host import HostTier
 from smoe.memory.reading_threads import Ticket
 from smoe.memory.store import ExpertStore, SlotLayout, StoredRun

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from smoe.errors import CheckpointError
 from smoe.memory.checkpoint_json import check_regular, parse_object, read_object
-from smoe.memory.files import FileIdentity, identity_of
+from smoe.memory.expert_files import FileIdentity, identity_of
 
 if TYPE_CHECKING:
     from smoe.memory.arrangement import SlotArrangement

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from smoe.errors import CheckpointError
 from smoe.formats.registry import FORMATS
 from smoe.memory.arrangement import SlotArrangement
-from smoe.memory.files import FileIdentity
+from smoe.memory.expert_files import FileIdentity
 from smoe.memory.safetensors_index import ITEM_BYTES, StoredTensor
 
 EXPERT_DTYPES = ("BF16", "F16", "F32")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from smoe.errors import CheckpointError
-from smoe.memory.files import check_identity, opening
+from smoe.memory.expert_files import check_identity, opening
 from smoe.memory.safetensors_index import StoredTensor
 
 

@@ -7,7 +7,7 @@ import torch
 
 from smoe.errors import CheckpointError
 from smoe.formats.registry import FORMATS
-from smoe.memory.files import check_identity
+from smoe.memory.expert_files import check_identity
 from smoe.memory.safetensors_index import StoredTensor
 
 

@@ -36,7 +36,7 @@ from smoe.expert import EXACT
 from smoe.formats.registry import FORMATS, format_of
 from smoe.memory.checkpoint_json import check_regular, parse_object
 from smoe.memory.dtypes import Dtype
-from smoe.memory.files import FileIdentity, identity_of
+from smoe.memory.expert_files import FileIdentity, identity_of
 from smoe.memory.gguf_header import part_stem
 from smoe.memory.quantised_store import is_in_pieces, is_quantised
 from smoe.memory.safetensors_index import ITEM_BYTES, StoredTensor

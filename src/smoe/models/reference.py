@@ -14,7 +14,7 @@ from safetensors import safe_open
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from smoe.formats.registry import FORMATS
-from smoe.memory.files import check_identity
+from smoe.memory.expert_files import check_identity
 from smoe.memory.gguf_header import is_gguf
 from smoe.memory.safetensors_index import StoredTensor, read_header
 from smoe.memory.store import Part, StoredLayer

@@ -20,7 +20,7 @@ from smoe.bounds import DEFAULT_PREFETCH_DEPTH
 from smoe.config import EngineConfig
 from smoe.expert import LOW
 from smoe.memory.emulation import DeviceProfile
-from smoe.memory.files import CHUNK_BYTES
+from smoe.memory.expert_files import CHUNK_BYTES
 from smoe.models.spec import ModelSpec
 from smoe.policy.answering import Answering
 from smoe.policy.budget import Ledger
@@ -58,7 +58,7 @@ _UNPACKING = 1.25
 """The factor by which quantized experts are computed at fewer bytes per second than bf16 experts, on a CPU."""
 _IN_CHUNKS = 1.2
 """The factor by which a prefetch from a disk, which is read in chunks, takes longer than a load in one piece
-(`memory/files.py`)."""
+(`memory/expert_files.py`)."""
 _LEAST_READING = 0.05
 """If experts are read during more than this fraction of the time, reads slow down computing."""
 _HOST_TIER_SHARE = 0.8

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from smoe.errors import CheckpointError, TransferError
-from smoe.memory import files
-from smoe.memory.files import DiskReader, identity_of
+from smoe.memory import expert_files
+from smoe.memory.expert_files import DiskReader, identity_of
 from smoe.memory.store import PAGE
 from tests.memory.pages import DATA, pages
 
@@ -39,7 +39,7 @@ def test_bytes_are_the_file_s(
     is_direct: bool, chunk_pages: int, path: Path, buffer: memoryview, reader: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several requests, an offset, and the file's end inside the last page."""
-    monkeypatch.setattr(files, "REQUEST_BYTES", chunk_pages * PAGE)
+    monkeypatch.setattr(expert_files, "REQUEST_BYTES", chunk_pages * PAGE)
     source = reader(is_direct)
     for offset, count, need in ((0, 20, None), (3 * PAGE, 5, None), (15 * PAGE, 6, 5 * PAGE + 123)):
         buffer[:] = bytes(len(buffer))
@@ -132,7 +132,7 @@ def test_a_missing_file(tmp_path: Path, buffer: memoryview, reader: Make) -> Non
 def test_something_more_urgent_between_chunks(
     path: Path, buffer: memoryview, reader: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "CHUNK_BYTES", 4 * PAGE)
+    monkeypatch.setattr(expert_files, "CHUNK_BYTES", 4 * PAGE)
     calls: list[bytes] = []
     reader(False).read(pages(path), buffer, lambda: calls.append(bytes(buffer[:PAGE])))
     assert len(calls) == 4  # five chunks
@@ -142,7 +142,7 @@ def test_something_more_urgent_between_chunks(
 def test_what_is_urgent_itself_is_read_in_one_request(
     path: Path, buffer: memoryview, reader: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "CHUNK_BYTES", 4 * PAGE)
+    monkeypatch.setattr(expert_files, "CHUNK_BYTES", 4 * PAGE)
     source, lengths = reader(False), []
     original = source._pread
     monkeypatch.setattr(source, "_pread", lambda fd, view, at: (lengths.append(len(view)), original(fd, view, at))[1])
@@ -166,7 +166,7 @@ def test_what_passes_by_itself_is_tried_again(
     is_direct: bool, number: int, path: Path, buffer: memoryview, reader: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bounded number of times: a signal, or a full queue, costs no request; for ever it is an error."""
-    original, left = os.preadv, [files.TRIES - 1]
+    original, left = os.preadv, [expert_files.TRIES - 1]
 
     def fail_first(*arguments: Any) -> int:
         if left[0]:
@@ -175,11 +175,11 @@ def test_what_passes_by_itself_is_tried_again(
         return original(*arguments)
 
     monkeypatch.setattr(os, "preadv", fail_first)
-    monkeypatch.setattr(files.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(expert_files.time, "sleep", lambda seconds: None)
     source = reader(is_direct)
     assert source.read(pages(path), buffer) >= 20 * PAGE and left == [0]
     assert bytes(buffer[: 20 * PAGE]) == DATA[: 20 * PAGE]
-    left[0] = files.TRIES
+    left[0] = expert_files.TRIES
     with pytest.raises(TransferError, match="not now"):
         source.read(pages(path), buffer)
 
