@@ -42,7 +42,8 @@ def within_rounding(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 def library_products(products: Sequence[Product]) -> None:
-    """Compute products of single rows by torch; each product contains its operands and its output."""
+    """Compute matrix products of single rows by torch. Each `Product` has the operands, and the tensor that receives
+    the result."""
     for x, matrix, out, *_ in products:
         torch.mm(x, matrix, out=out)
 

@@ -123,8 +123,8 @@ def sweep(
 
 
 def largest_within(prices: Sequence[Price], allowed: float) -> Price:
-    """Return the result with the largest alpha at which perplexity rises by at most `allowed`, even at the upper bound
-    of its interval. `prices` must include alpha 0, at which perplexity does not rise."""
+    """Return the result with the largest alpha (threshold of expert substitution) whose perplexity rises by at most
+    `allowed`, at the upper bound of the confidence interval. `prices` must include alpha 0: no substitution."""
     return max((p for p in prices if p.perplexity.high <= allowed), key=lambda price: price.quality.alpha)
 
 

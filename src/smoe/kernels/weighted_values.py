@@ -1,8 +1,9 @@
 """The values weighted by a query's softmax, p . v, as LLVM text for `attention.py`.
 
 torch's order of sums: p is rounded to bf16. For four keys at a time, an output adds ((p0 * v0 + p2 * v2) + (p1 * v1 +
-p3 * v3)). The up to three remaining keys are added from the last one on. Outputs are in float32 until all keys have
-been added. They are in tiles of 16 even elements and 16 odd elements, as values are in their registers.
+p3 * v3)). One to three keys may remain; they are added one at a time, the last key first. Outputs are in float32 until
+all keys have been added. Outputs are computed in tiles of 32 elements: 16 of even index, then 16 of odd index,
+because the registers hold the values in this order.
 """
 
 from __future__ import annotations

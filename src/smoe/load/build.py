@@ -261,8 +261,8 @@ def _answerer(
 def _balancer(
     config: EngineConfig, tiers: Tiers, host: ComputeUnit | None, pacing: Pacing, own_bytes: int
 ) -> Balancer | None:
-    """Return the object that divides missing experts between the link and the CPU. None if the CPU computes no
-    experts."""
+    """Return the object that decides which missing experts are copied to the device and which ones the CPU computes.
+    None if the CPU computes no experts."""
     if host is None:
         return None
     assert tiers.link is not None, "where there is a host tier there is a link"

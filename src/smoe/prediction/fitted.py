@@ -1,4 +1,5 @@
-"""The stored form of predictors that are fitted on recorded paths, and how a predictor is made from it."""
+"""The stored form of predictors that are fitted on recorded routing (the experts that each token chose, layer by
+layer), and how a predictor is made from this form."""
 
 from __future__ import annotations
 

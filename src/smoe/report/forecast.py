@@ -235,8 +235,8 @@ def forecast(model: str, config: EngineConfig, revision: str | None = None) -> F
 
 
 def survey_of(model: str, config: EngineConfig, revision: str | None) -> Survey:
-    """Return the memory budget of a model, read from its config, and the machine's rates. Raises `ConfigError` for
-    settings that cannot be simulated."""
+    """Return what a simulation needs: how the memory budget is divided for this model (from its config), and the
+    machine's rates of reading, copying and computing. Raises `ConfigError` for settings that cannot be simulated."""
     device = device_for(config)
     if config.cluster is not None or config.placement is not None:
         preset = preset_of(config)

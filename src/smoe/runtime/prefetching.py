@@ -105,7 +105,8 @@ class Prefetching:
         return phase is Phase.PREFILL or self.is_on
 
     def predict(self, predictor: Predictor, sight: Sight) -> tuple[float, Iterable[Prediction]]:
-        """Return the predictions of `predictor`, and the time on the real clock when it began."""
+        """Run `predictor`. Return its predictions, and the wall-clock time at which the predictor began (not emulated
+        time)."""
         began, is_single = time.perf_counter(), sight.hidden.shape[0] == 1
         with threads(1) if is_single else nullcontext():  # a second thread would wait for a reading thread's core
             return began, predictor.predict(sight)

@@ -11,7 +11,8 @@ from smoe.server.problem import refused
 
 
 def _tell_unsupported(schema: dict[str, Any], kind: type[BaseModel]) -> None:
-    """Add to a JSON schema the values that unsupported fields may have."""
+    """Add to a JSON schema, for each field without effect in this server, the only values that requests may give: those
+    that change nothing."""
     for name, harmless in kind.harmless().items() if issubclass(kind, AskedFields) else ():
         schema["properties"][name] = {
             "enum": [None, *harmless],

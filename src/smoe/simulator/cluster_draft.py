@@ -66,7 +66,8 @@ class SimulatedDraft:
         says: Callable[[int, int, bool], None],
         unsays: Callable[[int], None],
     ) -> None:
-        """`own_is_right`: for each token, whether the draft model predicts the token that the coordinator decodes."""
+        """`own_is_right`: for each token, whether the token that the draft model decodes itself equals the token that
+        the coordinator decodes."""
         self.passes: list[tuple[float, int, int]] = []
         """(time, token, layer) of each layer that the draft model has begun."""
         self._events, self._times, self._layers = events, times, layers
