@@ -54,7 +54,7 @@ def test_the_depth_of_a_prefetch_has_bounds(depth: Any) -> None:
 
 def test_only_what_sees_routing_alone_is_asked_beside_the_experts() -> None:
     """A gate is a part of the model, and the computing thread's; the preset's choice goes with its predictor."""
-    refusal = "`prefetch_asked` has an effect only with `prefetch` previous-token or popularity or affinity"
+    refusal = "`prefetch_asked` has an effect only with `prefetch=previous-token` or popularity or affinity"
     for prefetch in ("auto", "none", "next-gate", "look-ahead", "whole-layer"):
         with pytest.raises(ConfigError, match=refusal):
             configure(prefetch=prefetch, prefetch_asked="concurrent")
@@ -67,7 +67,7 @@ def test_only_what_sees_routing_alone_is_asked_beside_the_experts() -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_depth_without_the_prefetch_that_has_one_is_refused(preset: str) -> None:
     """Whatever the preset prefetches; would catch a depth that is silently without effect."""
-    refusal = "`prefetch_depth` has an effect only with `prefetch` stacked-gates or corrected-gates; add that"
+    refusal = "`prefetch_depth` has an effect only with `prefetch=stacked-gates` or corrected-gates; add that"
     has_one = PRESETS[preset].get("prefetch") == "stacked-gates"
     for switches in ({"prefetch": "none"} if has_one else {}, {"prefetch": "look-ahead"}, {"prefetch": "auto"}):
         with pytest.raises(ConfigError, match=refusal) as error:
@@ -143,7 +143,7 @@ def test_facts_are_plain() -> None:
     ("switches", "setting", "allowed"),
     [
         ({"memory_bytes": 2**20, "resident_share": 0.5}, "resident_share", "only without `memory`"),
-        ({"dilation": 3.0}, "dilation", "only with `device` emulated"),
+        ({"dilation": 3.0}, "dilation", "only with `device=emulated`"),
         ({"device": "cpu", "balance": "host"}, "balance", "auto or none"),
         ({"alpha": 0.2, "reproducible": True, "eviction": "lru"}, "eviction", "auto or score"),
         ({"evicton": "lru"}, "evicton", "settings are activations, alpha, "),

@@ -33,7 +33,7 @@ def test_shares_that_are_none(shares: Any) -> None:
 
 
 def test_shares_need_low_copies() -> None:
-    with pytest.raises(ConfigError, match="`precision_shares` has an effect only with `low_precision` int4"):
+    with pytest.raises(ConfigError, match="`precision_shares` has an effect only with `low_precision=int4`"):
         configure(precision_shares=(67.0, 30.0, 3.0))
 
 

@@ -25,7 +25,7 @@ from smoe.unknown_setting import _NAMES, unknown_setting
         ({"context": 512}, "did you mean `context_tokens`?"),
         ({"torch_dtype": "bfloat16"}, "did you mean `dtype`?"),
         ({"device_map": "auto"}, "leave it out; `memory` says how much stays in memory, `device` where it computes."),
-        ({"load_in_4bit": True}, "give `precision`"),
+        ({"load_in_4bit": True}, "give `precision=int4`"),
         ({"max_new_tokens": 20}, "it is an argument of model.generate."),
         ({"zzz": 1}, "no setting has a similar name."),
     ],

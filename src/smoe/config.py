@@ -676,5 +676,6 @@ def owner_in_words(name: str) -> str:
     owner = SETTINGS[name].owner
     allowed = SETTINGS[owner].allowed
     if not isinstance(allowed, ClassName):
-        return {"device": f"`device` {EMULATED}", "low_precision": "`low_precision` int4, or another"}[owner]
-    return f"`{owner}` {' or '.join(value for value in allowed.names if belongs_to(name, value))}"
+        return {"device": f"`device={EMULATED}`", "low_precision": "`low_precision=int4`, or another precision"}[owner]
+    first, *others = (value for value in allowed.names if belongs_to(name, value))
+    return " or ".join((f"`{owner}={first}`", *others))

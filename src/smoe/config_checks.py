@@ -21,16 +21,16 @@ def check_together(config: EngineConfig) -> None:
     """Raise `ConfigError` if settings exclude each other, or if a setting lacks another that it needs."""
     if config.memory_bytes is not None and config.resident_share is not None:
         raise ConfigError(
-            f"a budget of {format_bytes(config.memory_bytes)} and {100 * config.resident_share:.3g}% of the experts "
-            "both set the memory; give one of `memory` and `resident`",
+            f"a budget of {format_bytes(config.memory_bytes)} and a share of {100 * config.resident_share:.3g}% of "
+            "the experts both set the memory; leave out `memory` or `resident`",
             setting="resident_share",
             given=config.resident_share,
             allowed="only without `memory`",
         )
     if config.count == "process" and (config.memory_bytes is None or config.device in ("cuda", EMULATED)):
         raise ConfigError(
-            "`count` process means that `memory` is the size of the whole process, on a CPU; give `memory`, and no "
-            "`device` with a memory of its own",
+            "`count=process` makes `memory` the limit of the whole process, which works only on a CPU; give "
+            "`memory`, and leave out `device` or give `device=cpu`",
             setting="count",
             given=config.count,
             allowed="process with `memory` on a CPU",
@@ -38,8 +38,8 @@ def check_together(config: EngineConfig) -> None:
     if config.expert_cache != "budget" and (config.resident_share is not None or config.has_low):
         other = "resident_share" if config.resident_share is not None else "low_precision"
         raise ConfigError(
-            f"`expert_cache` {config.expert_cache} keeps no experts resident, which excludes `{other}`: leave out "
-            "one of the two",
+            f"`expert_cache={config.expert_cache}` keeps no experts in memory between tokens, and `{other}` needs "
+            "such experts: leave out one of the two",
             setting="expert_cache",
             given=config.expert_cache,
             allowed=f"budget with `{other}`",
@@ -50,8 +50,8 @@ def check_together(config: EngineConfig) -> None:
     _check_draft(config)
     if config.device == "cpu" and config.balance not in ("auto", "none"):
         raise UnpreparedError(
-            f"`balance` {config.balance} (an option, or part of a preset) needs a device in addition to the CPU: "
-            "use `device` cuda or `device` emulated, or another preset",
+            f"`balance={config.balance}` (an option, or part of a preset) needs a device in addition to the CPU: "
+            "use `device=cuda` or `device=emulated`, or another preset",
             setting="balance",
             given=config.balance,
             allowed="auto or none on a CPU",
@@ -59,8 +59,8 @@ def check_together(config: EngineConfig) -> None:
     if config.reproducible and config.alpha > 0 and not eviction_kind(config.eviction).is_orderless:
         allowed = " or ".join(name for name in ONLINE_EVICTION if eviction_kind(name).is_orderless)
         raise ConfigError(
-            f"with `reproducible` and an alpha above 0, `eviction` {config.eviction} would depend on the order in "
-            f"which loads finish; use `eviction` {allowed}",
+            f"with `reproducible` and an alpha above 0, `eviction={config.eviction}` would depend on the order in "
+            f"which loads finish; choose one of these values of `eviction`: {allowed}",
             setting="eviction",
             given=config.eviction,
             allowed=allowed,
@@ -79,8 +79,8 @@ def _check_cluster(config: EngineConfig) -> None:
     }
     for name in (name for name, is_given in others.items() if is_given):
         raise ConfigError(
-            f"with a `cluster`, workers compute the missing experts, which does not go with `{name}` "
-            f"{getattr(config, name)}: leave one of the two out",
+            "with `cluster`, workers compute the missing experts, which cannot be combined with "
+            f"`{name}={getattr(config, name)}`: leave out one of the two",
             setting=name,
             given=getattr(config, name),
             allowed="only without `cluster`",
@@ -93,7 +93,7 @@ def _check_draft(config: EngineConfig) -> None:
     wanted = config.draft_precision or DEFAULT_DRAFT
     if config.prefetch == DRAFT and wanted not in fewer:
         raise ConfigError(
-            f"`draft_precision` {wanted} is not lower than `precision` {config.precision}; choose one of: "
+            f"`draft_precision={wanted}` is not lower than `precision={config.precision}`; choose one of: "
             f"{', '.join(fewer) or '(there is none)'}",
             setting="draft_precision",
             given=config.draft_precision,
@@ -110,7 +110,7 @@ def _check_low(config: EngineConfig) -> None:
     lower = PRECISION[PRECISION.index(config.precision) + 1 :]
     if config.low_precision not in lower:
         raise ConfigError(
-            f"`low_precision` {config.low_precision} is not lower than `precision` {config.precision}; choose one of: "
+            f"`low_precision={config.low_precision}` is not lower than `precision={config.precision}`; choose one of: "
             f"{', '.join(('none', *lower))}",
             setting="low_precision",
             given=config.low_precision,
@@ -118,9 +118,9 @@ def _check_low(config: EngineConfig) -> None:
         )
     if config.low_threshold > config.skip_threshold:
         raise ConfigError(
-            f"`low_threshold` {config.low_threshold:g} is above `skip_threshold` {config.skip_threshold:g}: experts "
-            "would be dropped that are too important for a low-precision copy; give at most that, or a higher "
-            "`skip_threshold`",
+            f"`low_threshold={config.low_threshold:g}` is above `skip_threshold={config.skip_threshold:g}`: experts "
+            "would be dropped that are too important for a low-precision copy; give a `low_threshold` of at most "
+            f"{config.skip_threshold:g}, or a higher `skip_threshold`",
             setting="low_threshold",
             given=config.low_threshold,
             allowed=f"at most {config.skip_threshold:g}",
@@ -143,8 +143,8 @@ def _check_answers(config: EngineConfig) -> None:
     }
     for name in (name for name, is_given in others.items() if is_given):
         raise ConfigError(
-            f"`{budget}` decides by measured times how every miss is resolved, and does not go with `{name}` (an "
-            "option, or part of a preset): leave one of the two out, or use `preset` balanced",
+            f"`{budget}` chooses by measured times how every miss is resolved, and cannot be combined with `{name}` "
+            "(an option, or part of a preset): leave out one of the two, or use `preset=balanced`",
             setting=budget,
             given=getattr(config, budget),
             allowed=f"only without `{name}`",
@@ -162,10 +162,10 @@ def _check_activations(config: EngineConfig) -> None:
     }
     for name, choices in allowed.items():
         if getattr(config, name) not in choices:
-            other = f"`{name}` {getattr(config, name)}"
+            other = f"`{name}={getattr(config, name)}`"
             raise ConfigError(
-                f"`activations` {config.activations} is for smoe's own kernels on a CPU, in bfloat16, and does not "
-                f"go with {other}: leave one of the two out",
+                f"`activations={config.activations}` is for smoe's own kernels on a CPU, in bfloat16, and cannot be "
+                f"combined with {other}: leave out one of the two",
                 setting="activations",
                 given=config.activations,
                 allowed=f"{BF16} with {other}",

@@ -114,8 +114,8 @@ def configure(preset: str = "exact", **switches: Any) -> EngineConfig:
     thresholds = [name for name in ("low_threshold", "skip_threshold") if name in given]
     if "precision_shares" in given and thresholds:
         raise ConfigError(
-            f"`precision_shares` and `{thresholds[0]}` both choose the missing experts that are loaded as low copies; "
-            "leave out one of the two",
+            f"`precision_shares` and `{thresholds[0]}` both choose the missing experts that are loaded as "
+            "low-precision copies; leave out one of the two",
             setting=thresholds[0],
             given=given[thresholds[0]],
             allowed="only without `precision_shares`",

@@ -177,7 +177,7 @@ class Share(Number):
         share = parse_share(str(text), name)
         if share > self._most:
             raise ConfigError(
-                f"`{name}` {text} means {share:.0%}; give at most {self._most:.0%}, such as 1% or 0.01",
+                f"`{name}={text}` means {share:.0%}; give at most {self._most:.0%}, such as 1% or 0.01",
                 setting=name,
                 given=text,
                 allowed=f"a share above 0 and at most {self._most:.0%}",

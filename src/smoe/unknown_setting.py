@@ -12,7 +12,7 @@ _SHORT = {"memory_bytes": "memory", "resident_share": "resident", "host_memory_b
 _NAMES = sorted({_SHORT.get(name, name) for name in SETTINGS} | {"preset", "revision"})
 """The names of the arguments of `from_pretrained`."""
 _WHERE = "help(smoe.config.EngineConfig) and docs/python.md list all settings"
-_BITS = "give `precision` int4 once `smoe pack --precision int4` has written such experts."
+_BITS = "give `precision=int4` once `smoe pack --precision int4` has written such experts."
 _CONTEXT = "did you mean `context_tokens`?"
 _HUB = "set it in the environment: HF_TOKEN, HF_HOME, HF_HUB_OFFLINE=1."
 _KERNELS = "leave it out; `kernels` says what computes."

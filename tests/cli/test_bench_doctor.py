@@ -28,7 +28,7 @@ def test_bench_leaves_out_what_the_context_cannot_hold(run, checkpoint, monkeypa
     assert (
         ran.code == 0
         and [c["prompt_tokens"] for c in ran.json["cells"]] == [8]
-        and "1 cells need a context longer" in ran.err
+        and "1 measurements are skipped, because they need a context longer" in ran.err
     )
 
 

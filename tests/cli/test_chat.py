@@ -61,7 +61,7 @@ def test_reset_forgets(say, checkpoint):
 
 def test_an_unknown_command_is_not_for_the_model(say, checkpoint):
     ran = say(checkpoint, "/hlep", "One", "/quit")
-    assert "unknown command /hlep; /help lists" in ran.err and "0 of 3 tokens were in the KV cache" in ran.err
+    assert "the command /hlep is unknown; /help lists" in ran.err and "0 of 3 tokens were in the KV cache" in ran.err
 
 
 def test_commands_are_listed_at_the_start_and_by_help(say, checkpoint):

@@ -160,7 +160,7 @@ def test_the_commands_of_a_refusal_work_as_printed(
         assert time.monotonic() < until, log.read_text()
         time.sleep(0.05)
     words = log.read_text()
-    assert words.index("starting 2 workers and a draft model") < words.index("they wait for a coordinator at")
+    assert words.index("starting 2 workers and a draft model") < words.index("the workers wait for a coordinator at")
     ran = run(*again[1:])
     assert ran.code == 0 and ran.out.startswith(run(*asked[:-6], *asked[-4:]).out), ran.err
     assert "draft model: local-draft" in ran.err and "workers: local-" in ran.err
@@ -296,8 +296,10 @@ def test_bad_input_is_refused_at_once(run: Any, checkpoint: Path, port: int) -> 
     line = ["cluster", "join", "smoe://127.0.0.1:1/x?key=k&code=c", checkpoint, "--draft"]
     for option, value in {"--slots": "2", "--worker-memory": "1MiB", "--precision": "int4"}.items():
         idle = run(*line, option, value)
-        assert idle.code == 2 and f"{option} {value} applies to" in idle.err
+        assert idle.code == 2 and f"{option} {value} applies only to" in idle.err
     nobody = run("generate", checkpoint, *SIZE, "--cluster", "local", "--set", "cluster_timeout_seconds=0.2", "-p", "x")
     assert nobody.code == 2 and "0 of 1 workers" in nobody.err
     said = " ".join(nobody.err.split())
-    assert f"listening at tcp://127.0.0.1:{port}, open to this machine only; admitted: 0 known workers" in said
+    assert (
+        f"listening for workers at tcp://127.0.0.1:{port}, open to this machine only; admitted: 0 known workers" in said
+    )

@@ -31,7 +31,7 @@ def own_clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--workers", "2"], "--workers has an effect only with --ray"),
         (["--address", "192.0.2.7"], "--address has an effect only with --ray"),
         (["--allow-open-ray"], "--allow-open-ray has an effect only with --ray"),
-        (["--ray", "auto", "--local", "2"], "give their number with --workers"),
+        (["--ray", "auto", "--local", "2"], "give the number of workers with --workers"),
         (["--ray", "auto"], "pip install 'smoe[ray]'"),
     ],
 )

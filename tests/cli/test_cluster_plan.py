@@ -77,7 +77,7 @@ def test_a_recorded_run_is_asked_for_its_routing(run, checkpoint, traces):
         (("--name", "home", "--slots", 4), "and --slots both describe the workers"),
         (("--name", "home", "--worker-profile", "laptop-cpu"), "--worker-profile both describe the workers"),
         (("--slots", 4, "--worker-memory", "1MiB"), "both set how many experts a worker holds"),
-        (("--worker-memory", "2KiB"), "for experts at least, 2.00 KiB were given"),
+        (("--worker-memory", "2KiB"), "for experts, and 2.00 KiB were given"),
         (("--worker-profile", "toaster"), "--worker-profile is 'toaster', and there is no such profile"),
         (("--link", "fast"), "--link is 'fast', which is no link's rate; write for example 1Gbit or 100Mbit"),
     ],
@@ -102,7 +102,9 @@ def test_workers_that_never_loaded_are_refused(run, checkpoint, home):
 
 def test_a_plan_of_one_machine_names_what_was_typed(run, checkpoint):
     preset = run("plan", checkpoint, "--preset", "cluster", "--memory", "3MiB")
-    assert preset.code == 2 and "use smoe cluster plan for several, or leave out --preset cluster" in preset.err
+    assert (
+        preset.code == 2 and "use smoe cluster plan for several machines, or leave out --preset cluster" in preset.err
+    )
     assert "--cluster" not in preset.err and "placement" not in preset.err
     named = run("plan", checkpoint, "--cluster", "home", "--memory", "3MiB")
     assert named.code == 2 and named.err.rstrip().endswith("leave out --cluster")

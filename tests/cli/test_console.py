@@ -110,6 +110,8 @@ def test_a_terminal_gets_bars(capsys, monkeypatch):
     [
         (ContextError("raise `context_tokens`"), "raise --context"),
         (ConfigError("give one of `memory` and `host_memory`"), "give one of --memory and --host-memory"),
+        (ConfigError("use `precision=int4` or `io_threads=2`"), "use --precision int4 or --set io_threads=2"),
+        (ConfigError("`count=process` needs `memory=1GiB`"), "--process-memory needs --memory 1GiB"),
         (ConfigError("see `smoe plan`, or `A_B`"), "see `smoe plan`, or `A_B`"),
     ],
 )

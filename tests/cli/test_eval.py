@@ -129,7 +129,8 @@ def test_questions_too_long_are_left_out_and_said(run, checkpoint, text, tmp_pat
     ran = run(*asked, "--questions", questions)
     assert (
         ran.json["questions"] == 1
-        and "1 of 2 questions are skipped: they leave no room for an answer in 64 tokens" in ran.err
+        and "1 of 2 questions are skipped, because they leave no room for an answer in the context of 64 tokens"
+        in ran.err
     )
     questions.write_text(json.dumps({"prompt": long, "answer": "x"}) + "\n")
     refused = run(*asked, "--questions", questions)

@@ -127,7 +127,7 @@ def test_a_server_that_does_not_start_is_an_error(
 ) -> None:
     monkeypatch.setattr(launch, "Popen", Forked)
     ran = run("launch", "aider", tmp_path / "nowhere", "--port", "0")
-    assert ran.code == 2 and "error: the server did not start: " in ran.err and "nowhere" in ran.err
+    assert ran.code == 2 and "error: smoe serve did not start: " in ran.err and "nowhere" in ran.err
     assert not (tmp_path / "seen").exists()
 
 

@@ -43,9 +43,9 @@ def test_options_are_settings():
 @pytest.mark.parametrize(
     ("given", "setting", "says"),
     [
-        ({"low_threshold": 0.5}, "low_threshold", "has an effect only with `low_precision` int4"),
-        ({"upgrade": True}, "upgrade", "has an effect only with `low_precision` int4"),
-        ({"precision_shares": "67,30,3"}, "precision_shares", "has an effect only with `low_precision` int4"),
+        ({"low_threshold": 0.5}, "low_threshold", "has an effect only with `low_precision=int4`"),
+        ({"upgrade": True}, "upgrade", "has an effect only with `low_precision=int4`"),
+        ({"precision_shares": "67,30,3"}, "precision_shares", "has an effect only with `low_precision=int4`"),
         ({"preset": "hobbit", "precision_shares": "67,30"}, "precision_shares", "three numbers whose sum is 100"),
         ({"preset": "hobbit", "precision_shares": "a,b,c"}, "precision_shares", "`precision_shares` is 'a,b,c'"),
         ({"preset": "smoe", "low_precision": "int4"}, "low_threshold", "int4 would have no effect"),
@@ -148,7 +148,7 @@ def test_tune_profiles_a_text_and_presets_use_it(run, packed, text, tmp_path):
     ("asked", "says"),
     [
         (("--trace", "run.trace"), "--trace has an effect only with --predictor or --shares"),
-        (("--shares", "67,30,3", "--tpot", "80ms"), "are two measurements; give one of them"),
+        (("--shares", "67,30,3", "--tpot", "80ms"), "are two different measurements"),
         (("--shares", "67,30,3", "--text", "a.txt", "--trace", "run.trace"), "both give the data to profile"),
         (("--shares", "67,30"), "--precision-shares is"),
         (("--shares", "67,30,3", "--tokens", 20), "at least 100 are needed"),

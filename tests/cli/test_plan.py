@@ -186,10 +186,10 @@ def test_a_share_of_the_experts_in_place_of_a_budget(run, config_only, checkpoin
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--resident", "40%", "--memory", "4MiB"), "give one of --memory and --resident"),
+        (("--resident", "40%", "--memory", "4MiB"), "leave out --memory or --resident"),
         (
             ("--resident", "1%"),
-            "--resident 1% of 32 experts is 1, and one token uses 4 of a layer; ask for 12.5%",
+            "--resident 1% of 32 experts is 1 experts, and one token uses 4 in a layer; give 12.5%",
         ),
         (("--resident", "140%"), "not a share"),
     ],

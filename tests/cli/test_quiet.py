@@ -27,7 +27,7 @@ def test_quiet_leaves_the_text_alone(run, checkpoint):
 
 def test_warnings_and_errors_are_said_all_the_same(run, checkpoint):
     ran = run("generate", checkpoint, "--memory", "64MiB", "--context", 32, "-p", "x" * 20, "-q")
-    assert "at most 12 new tokens instead of 128" in ran.err and len(ran.err.splitlines()) == 1
+    assert "at most 12 new tokens are generated instead of 128" in ran.err and len(ran.err.splitlines()) == 1
     ran = run("generate", checkpoint, "--memory", "plenty", "-p", "x", "-q")
     assert ran.code == 2 and "is not a size" in ran.err
 

@@ -43,7 +43,7 @@ def test_a_table_for_people_and_json_for_programs(run, packed, text, tmp_path):
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"recall-by-token.png", "recall-by-periods.png"}
     words = " ".join(ran.err.split())
     assert (
-        "draft models are held in memory whole, at most int4" in words
+        "all draft models are loaded completely and take at most int4" in words
         and "smoe tune on the model with --predictor" in words
     )
     lines = ran.err.splitlines()
@@ -86,7 +86,7 @@ def test_drafts_that_do_not_fit_are_refused(run, packed, monkeypatch):
         (("--recall", "--alphas", "0,0.1"), "--alphas applies to measurements"),
         (("--recall", "--most-questions", 5), "--most-questions applies to measurements"),
         (("--recall", "--out", "somewhere"), "--out applies to measurements"),
-        (("--recall", "--precision", "int4"), "experts in int4; leave them out"),
+        (("--recall", "--precision", "int4"), "experts in int4; leave these settings out"),
         (("--recall", "--context", 64), "prompts and answers need 296 tokens"),
         (("--recall", "--context", 512), "--context 512 is more than the 256 positions"),
         (("--recall", "--tokens", 250), "290 tokens together: lower --tokens or --prompt-tokens"),

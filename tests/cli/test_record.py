@@ -98,7 +98,7 @@ def test_a_document_that_is_cut_at_the_context_says_so(run, checkpoint, tmp_path
     text = tmp_path / "text.txt"
     text.write_text("once upon a time " * 20)  # one token a character
     asked = ("--memory", "2700KiB", "--context", 64, "--out", tmp_path / "a.trace", "--text", text)
-    assert "cut at the context of 64" in run("record", checkpoint, *asked).err
+    assert "only its first 64 tokens" in run("record", checkpoint, *asked).err
     assert "cut" not in run("record", checkpoint, *asked, "--tokens", 30, "--force").err
 
 

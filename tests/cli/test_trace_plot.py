@@ -51,7 +51,7 @@ def test_pictures_and_a_table(run, trace, tmp_path):
     assert "toy: 4 layers of 8 experts, 4 chosen" in said and "of experts" in said
     for words in ("chosen within 3 tokens", "share of scores", "entropy", "next layer's experts", "misses a token"):
         assert words in said
-    assert "6 pictures" in ran.err and "learned is not among the curves" in ran.err and "warning" not in ran.err
+    assert "6 pictures" in ran.err and "the curve learned is not drawn" in ran.err and "warning" not in ran.err
 
 
 def test_numbers_are_the_replays(run, trace, tmp_path):

@@ -32,7 +32,10 @@ def test_tune_measures_remembers_and_generate_uses_it(run, checkpoint, text):
     assert ran.json["alpha"] == 0, "ten seconds are met without any substitution"
     used = run("generate", checkpoint, *SIZE, "--tpot", "10s", "-p", "once upon", "--max-new-tokens", 4, "--json")
     assert used.code == 0 and used.json["alpha"] == 0
-    assert "alpha 0 for 10 s a token as smoe tune measured, with experts read at " in used.err
+    assert (
+        "by the measurements of smoe tune, the smallest alpha that meets 10 s a token, with experts read at "
+        in used.err
+    )
     assert " just now\n" in used.err
     asked = ("--tpot", "10s", "--preset", "smoe", "-p", "once", "--max-new-tokens", 1)
     assert " just now, instead of the preset's 0.3\n" in run("generate", checkpoint, *SIZE, *asked).err
@@ -115,8 +118,11 @@ def test_where_alpha_changes_nothing_none_is_chosen(run, checkpoint, text, measu
     assert near.code == 0 and near.out.splitlines()[-1].startswith("alpha 0 m"), "within 10 %"
     asked_for.clear()
     refused = run(*asked, "--tpot", "85ms")
-    assert refused.code == 2 and "85 ms a token is out of reach: a token takes 100 ms (+/- 5 ms) here" in refused.err
-    assert "whatever alpha is; give more --memory" in refused.err
+    assert (
+        refused.code == 2
+        and "85 ms a token is out of reach: on this machine a token takes 100 ms (+/- 5 ms)" in refused.err
+    )
+    assert "at every alpha; give more --memory" in refused.err
 
 
 @pytest.fixture
@@ -182,7 +188,7 @@ def test_what_does_not_hang_on_the_disk_is_not_rescaled(run, checkpoint, text, s
     assert ran.json["bytes_per_second"] is None and ran.json["measured_bytes_per_second"] is None
     assert ran.json["rescaled_seconds"] == ran.json["measured_seconds"] and "GB/s" not in ran.err
     ask = ("generate", checkpoint, *switches, "--context", 128, "-p", "once", "--max-new-tokens", 2)
-    assert "as smoe tune measured, instead" in run(*ask, "--preset", "smoe", "--tpot", "10s").err
+    assert "a token, instead" in run(*ask, "--preset", "smoe", "--tpot", "10s").err
 
 
 def test_what_an_older_version_measured_is_refused(run, checkpoint, text, tmp_path):
@@ -252,7 +258,7 @@ def test_a_price_is_found_remembered_and_used_where_it_holds(run, checkpoint, pr
     asked = ("tune", checkpoint, *SIZE, "--text", priced_text, "--tokens", 60)
     ran = run(*asked, "--max-perplexity-increase", "50%", "--json")
     assert ran.code == 0, ran.err
-    assert "but it saves no time here: 1 s a token, 1 s without" in ran.err
+    assert "saves no time on this machine: a token takes 1 s with it, and 1 s without" in ran.err
     within = [p["alpha"] for p in ran.json["prices"] if (p["perplexity_change"] or {"high": 0})["high"] <= 0.5]
     assert ran.json["alpha"] == max(within) > 0.3 and ran.json["tokens"] == ran.json["text_tokens"]
     ask = ("generate", checkpoint, "--context", 128, "--preset", "smoe", "-p", "once", "--max-new-tokens", 2, "--json")
@@ -279,9 +285,9 @@ def test_what_costs_too_much_is_not_chosen(run, checkpoint, priced_text, monkeyp
     [
         (("--max-perplexity-increase", "some"), "is not a share"),
         (("--max-perplexity-increase", "1"), "means 100%; give at most 50%, such as 1%"),
-        (("--max-perplexity-increase", "1%", "--tpot", "40ms"), "are two measurements"),
+        (("--max-perplexity-increase", "1%", "--tpot", "40ms"), "are two different measurements"),
         (("--max-perplexity-increase", "1%", "--tokens", 30), "--tokens is 30; it must be at least 640"),
-        (("--max-perplexity-increase", "1%", "--alpha", 0.2), "does not go with --alpha"),
+        (("--max-perplexity-increase", "1%", "--alpha", 0.2), "cannot be combined with --alpha"),
         (("--tokens", 800), "--tokens has an effect only with --prices or --cache"),
         (("--out", "results"), "has an effect only with --max-perplexity-increase"),
     ],
@@ -330,8 +336,8 @@ def test_a_time_that_prices_cannot_buy_is_said(run, checkpoint, text):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (("--tpot", "1s"), "--prices and --tpot are two measurements; give one of them"),
-        (("--max-perplexity-increase", "1%"), "--prices and --max-perplexity-increase are two measurements"),
+        (("--tpot", "1s"), "--prices and --tpot are two different measurements"),
+        (("--max-perplexity-increase", "1%"), "--prices and --max-perplexity-increase are two different measurements"),
         (("--out", "x"), "--out has an effect only with --max-perplexity-increase; add that, or leave out --out"),
         (("--trace", "x"), "--trace has an effect only with --predictor or --shares"),
         (("--held-out", "x"), "--held-out has an effect only with --cache or --predictor"),

@@ -48,8 +48,8 @@ def test_records_of_the_model_and_fewer_tokens(run, checkpoint, traces, monkeypa
     ("asked", "says"),
     [
         (("--held-out", "x.trace"), "--held-out"),
-        (("--cache", "x.trace", "--tpot", "80ms"), "are two measurements; give one of them"),
-        (("--cache", "x.trace", "--memory", "1GiB"), "nothing is ever evicted"),
+        (("--cache", "x.trace", "--tpot", "80ms"), "are two different measurements"),
+        (("--cache", "x.trace", "--memory", "1GiB"), "no expert is ever evicted"),
         (("--cache", "x.trace", "--memory", "2700KiB"), "cannot read x.trace"),
     ],
 )
@@ -61,4 +61,4 @@ def test_what_cannot_be(run, checkpoint, asked, says):
 def test_traces_of_another_model_are_refused(run, traces):
     ran = run("tune", "demo", "--resident", "40%", "--cache", traces[0], "--json")
     assert ran.code == 2 and json.loads(ran.out)["error"]["setting"] == "cache"
-    assert "not this model's" in ran.err
+    assert "differ from this model's" in ran.err

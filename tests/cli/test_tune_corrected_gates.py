@@ -29,7 +29,9 @@ def test_corrections_are_learned_remembered_and_used(run, checkpoint, text):
     assert judged[0].keys() == {"distance", "next_gate", "corrected", "precision", "recall"}
     assert str(place_of(checkpoint)) in ran.err.replace("\n", "")
     used = run("generate", checkpoint, *SIZE, "--prefetch", "corrected-gates", "-p", "once", "--max-new-tokens", 4)
-    assert used.code == 0 and "prefetch corrected-gates, corrections learned on 900 tokens of mine.txt" in used.err
+    assert (
+        used.code == 0 and "prefetch=corrected-gates is used: corrections learned on 900 tokens of mine.txt" in used.err
+    )
     plain = run("generate", checkpoint, *SIZE, "--prefetch", "none", "-p", "once", "--max-new-tokens", 4)
     assert used.out == plain.out, "what is guessed is not seen"
     table = run("tune", checkpoint, *SIZE, *ASKED, "--text", text)
@@ -46,6 +48,6 @@ def test_what_it_does_not_look_at_is_refused(run, checkpoint, text):
         in " ".join(idle.err.split())
     )
     two = run("tune", checkpoint, *SIZE, *ASKED, "--prices")
-    assert two.code == 2 and "are two measurements; give one of them" in two.err
+    assert two.code == 2 and "are two different measurements" in two.err
     short = run("tune", checkpoint, *SIZE, *ASKED, "--text", text, "--tokens", 100)
     assert short.code == 2 and "--text has 100 tokens, and at least 500 are needed" in short.err

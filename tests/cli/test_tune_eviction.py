@@ -29,7 +29,7 @@ def test_it_is_learned_remembered_and_used(run, checkpoint, traces, monkeypatch)
     assert said["decode_steps"] == 23 and said["misses"].keys() == set(module.RIVALS)
     assert said["held_out_misses"]["belady"] <= min(said["held_out_misses"].values())
     used = run("generate", checkpoint, *SIZE, "--eviction", "learned", "-p", "once", "--max-new-tokens", 2)
-    assert used.code == 0 and "eviction learned, as trained on 23 recorded steps" in used.err
+    assert used.code == 0 and "eviction=learned is used: as trained on 23 recorded steps" in used.err
     replayed = run("replay", second, "--slots", said["slots"], "--eviction", "learned", "--json")
     assert replayed.json["misses"] == said["held_out_misses"]["learned"]
     table = run("tune", checkpoint, *SIZE, *asked[:4], "--tokens", 20)
@@ -40,8 +40,8 @@ def test_it_is_learned_remembered_and_used(run, checkpoint, traces, monkeypatch)
 def test_what_cannot_be(run, checkpoint, traces):
     asked = ("tune", checkpoint, "--context", 128, "--eviction", "learned", "--cache", traces[0])
     few = run(*asked, "--memory", "2700KiB")
-    assert few.code == 2 and "are too few to learn from" in few.err
+    assert few.code == 2 and "are too few to train an eviction policy" in few.err
     all_fit = run(*asked, "--memory", "1GiB")
-    assert all_fit.code == 2 and "nothing is ever evicted" in all_fit.err
+    assert all_fit.code == 2 and "no expert is ever evicted" in all_fit.err
     other = run("tune", "demo", "--resident", "40%", "--eviction", "learned", "--cache", traces[0])
-    assert other.code == 2 and "not this model's" in other.err
+    assert other.code == 2 and "differ from this model's" in other.err

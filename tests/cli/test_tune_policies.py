@@ -82,9 +82,9 @@ def test_auto_keeps_its_place_unless_another_is_clearly_faster(run, checkpoint, 
     assert says in ran.err
     assert f"--eviction auto {'is now' if then == 'lru' else 'stays'} {then} where about" in ran.err
     used = run("generate", checkpoint, *SIZE, "-p", "once", "--max-new-tokens", 2)
-    assert ("eviction lru, won the tournament on mine.txt" in used.err) == (then == "lru")
+    assert ("eviction=lru is used: won the tournament on mine.txt" in used.err) == (then == "lru")
     elsewhere = run("generate", checkpoint, "--resident", "90%", "--context", 128, "-p", "once", "--max-new-tokens", 2)
-    assert "eviction auto, as without a tournament: the nearest result is for" in elsewhere.err
+    assert "eviction=auto is used: as without a tournament: the nearest result is for" in elsewhere.err
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_auto_keeps_its_place_unless_another_is_clearly_faster(run, checkpoint, 
     [
         (("--tokens", 50), "--tokens is 50; it must be at least 96 for a tournament", "tokens"),
         (("--context", 64), "--context is 64; it must be at least 96 for a tournament", "context_tokens"),
-        (("--memory", "1GiB"), "every expert fits, so nothing is prefetched or evicted", "resident_share"),
-        (("--prefetch", "next-gate"), "evictions are compared without prefetch", "prefetch"),
+        (("--memory", "1GiB"), "every expert fits in memory, so no expert is prefetched or evicted", "resident_share"),
+        (("--prefetch", "next-gate"), "eviction policies are compared without prefetch", "prefetch"),
         (("--text", "gone.txt"), "cannot read --text gone.txt", "text"),
     ],
 )

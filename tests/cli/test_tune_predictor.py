@@ -59,7 +59,7 @@ def test_a_text_is_recorded_first_and_tokens_count(run, checkpoint, traces, tmp_
     ("asked", "says"),
     [
         (("--predictor", "next-gate", "--trace", "x.trace"), "--predictor"),
-        (("--predictor", "affinity", "--tpot", "80ms"), "are two measurements; give one of them"),
+        (("--predictor", "affinity", "--tpot", "80ms"), "are two different measurements"),
         (("--predictor", "affinity", "--trace", "x.trace", "--text", "y.txt"), "both give the data to fit on"),
         (("--predictor", "affinity", "--trace", "x.trace"), "cannot read x.trace"),
     ],
@@ -72,7 +72,7 @@ def test_what_cannot_be(run, checkpoint, asked, says):
 def test_traces_of_another_model_and_of_few_tokens_are_refused(run, checkpoint, traces):
     ran = run("tune", "demo", "--resident", "40%", "--predictor", "affinity", "--trace", traces[0], "--json")
     assert ran.code == 2 and json.loads(ran.out)["error"]["setting"] == "trace"
-    assert "not this model's" in ran.err
+    assert "differ from this model's" in ran.err
     few = run("tune", checkpoint, *SIZE, "--predictor", "affinity", "--trace", traces[0], "--tokens", 9)
     assert few.code == 2 and "--trace has 9 tokens, and at least 40 are needed" in few.err
 
@@ -87,5 +87,5 @@ def test_how_long_training_takes_is_said_before_and_after_its_first_pass(capsys)
         for epochs in (3, 4, 5):  # an interrupted one goes on
             course(epochs)
         assert bars.tasks[0].completed == 5 and bars.tasks[0].fields["skipped"] == 3
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "more, by its first pass" in line]
-    assert line.startswith("training takes ")
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "more, estimated from its first epoch" in line]
+    assert line.startswith("training will take ")

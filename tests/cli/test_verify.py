@@ -36,9 +36,12 @@ def test_every_layer_is_equal(run, checkpoint):
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        (("--tokens", 99), "a prompt of 99 tokens and 2 after it do not fit in the context of 64; give fewer --tokens"),
+        (
+            ("--tokens", 99),
+            "a prompt of 99 tokens and 2 decoded tokens do not fit in the context of 64; give fewer --tokens",
+        ),
         (("--tokens", 63), "a prompt of 63 tokens"),
-        (("--alpha", 0.3), "alpha is 0.3, with which experts are replaced"),
+        (("--alpha", 0.3), "--alpha 0.3 replaces experts"),
         (("--preset", "smoe"), "--preset smoe-exact instead of smoe"),
     ],
 )

@@ -154,7 +154,7 @@ def test_files_that_main_does_not_mean_are_refused(toy: Callable[..., Path]) -> 
 
 
 def test_what_needs_torch_is_refused_before_anybody_is_asked(toy: Callable[..., Path]) -> None:
-    with pytest.raises(ConfigError, match="`precision` int4"):
+    with pytest.raises(ConfigError, match="`precision=int4`"):
         place_of(toy("qwen3_moe"), "int4")
     with pytest.raises(ConfigError, match="the model's folder of safetensors"):
         place_of("owner/name", "auto")

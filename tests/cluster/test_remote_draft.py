@@ -338,7 +338,7 @@ def test_what_main_wants_anew_is_opened_anew(folder: Path, start: Start, shade: 
 def test_settings_of_a_place(folder: Path, open_model: Open) -> None:
     with pytest.raises(ConfigError, match="`draft_on` has an effect only with `cluster`"):
         open_model(folder, "minimum", prefetch="draft-model", draft_on="cluster")
-    with pytest.raises(ConfigError, match="`draft_on` has an effect only with `prefetch` draft-model"):
+    with pytest.raises(ConfigError, match="`draft_on` has an effect only with `prefetch=draft-model`"):
         open_model(folder, "minimum", draft_on="coordinator")
     with pytest.raises(ConfigError, match="coordinator, cluster"):
         open_model(folder, "minimum", prefetch="draft-model", draft_on="moon")

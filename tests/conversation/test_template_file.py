@@ -45,7 +45,7 @@ def test_what_cannot_be_used_is_refused_with_the_reason(tmp_path: Path, content:
     path = tmp_path / "own.jinja"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ConfigError, match=f"`chat_template` {re.escape(str(path))} .*{why}") as caught:
+    with pytest.raises(ConfigError, match=f"{re.escape(str(path))} \\(`chat_template`\\) .*{why}") as caught:
         read_template(path)
     assert (caught.value.setting, caught.value.given) == ("chat_template", str(path))
 

@@ -170,7 +170,7 @@ def test_what_cannot_be_priced_is_refused(toy: Callable[..., Path], open_model: 
     with pytest.raises(ConfigError, match="`text` has 5 tokens"):
         prices_of(model, ids=IDS[:5])
     head = model.get_output_embeddings()
-    with pytest.raises(UnsupportedModelError, match="not its output head's"):
+    with pytest.raises(UnsupportedModelError, match="not the result of its output head"):
         hook = head.register_forward_hook(lambda _, args, output: output.tanh() if output.shape[1] == 1 else output)
         try:
             prices_of(model)

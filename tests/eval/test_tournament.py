@@ -101,7 +101,7 @@ def test_everybody_is_simulated_and_the_best_are_run(held: Any) -> None:
     _, _, found = held
     prefetch, eviction = found["prefetch"], found["eviction"]
     assert {entrant.name for entrant in eviction.entrants} == WITHOUT_LEARNING
-    assert "smoe tune on the model with `eviction` learned" in eviction.refused["learned"].why
+    assert "smoe tune on the model with `eviction=learned`" in eviction.refused["learned"].why
     assert eviction.refused["learned"].lacking.startswith("no tuned values are stored")
     names = {entrant.name for entrant in prefetch.entrants}
     assert {"none", "next-gate", "stacked-gates"} <= names and not names & {"whole-layer", "auto"}
@@ -267,7 +267,10 @@ def test_a_folder_that_cannot_be_looked_into_costs_those_who_need_it_their_part(
 
 def test_scores_that_cannot_be_heard_keep_one_eviction_out(toy: Callable[..., Path], open_model: Open) -> None:
     """phimoe's router follows no rule that is known; the toy of another family was merely loaded without scores."""
-    for family, why in (("phimoe", "follows no rule that smoe knows"), ("qwen2_moe", "was loaded without scores")):
+    for family, why in (
+        ("phimoe", "follows no rule that smoe knows"),
+        ("qwen2_moe", "was loaded without the routers' scores"),
+    ):
         model = open_model(toy(family), "half")
         found, refused = evictions_of(model, read_spec(str(toy(family)), model.offload.config))
         assert found.keys() == WITHOUT_LEARNING - {"score"} and why in refused["score"].why
@@ -318,7 +321,7 @@ def test_a_winner_wins_where_about_as_many_experts_are_resident(toy: Callable[..
 
     assert at(0.19, 0.21, 0.3, 0.39, 0.41) == ["auto", "lfu", "lfu", "lfu", "auto"]
     far = decided(folder, configure(), 0.5).reasons["eviction"]
-    assert "is for 30% of the experts resident, and 50% are; to measure, run smoe tune with `eviction` auto" in far
+    assert "is for 30% of the experts resident, and 50% are; to measure, run smoe tune with `eviction=auto`" in far
     remember(folder, "eviction", won("lru", share=0.4))
     remember(folder, "eviction", won("auto", share=0.6))
     assert at(0.21, 0.33, 0.37, 0.48, 0.55, 0.9) == ["lfu", "lfu", "lru", "lru", "auto", "auto"]
@@ -343,7 +346,7 @@ def test_a_winner_whose_learning_is_gone_decides_nothing(
     remember(folder, "eviction", won("learned"))
     engine = open_model(folder, "half").offload
     assert (engine.config.prefetch, engine.config.eviction) == ("auto", "auto") and not engine.reasons
-    assert f"`prefetch` auto: {name} won the tournament, but is not used" in caplog.text
+    assert f"`prefetch=auto`: {name} won the tournament, but is not used" in caplog.text
     with pytest.raises(ConfigError, match="no tuned values"):
         open_model(folder, 64 << 20, prefetch=name)  # room for what would be learned: else that is refused first
 

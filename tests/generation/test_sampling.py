@@ -38,7 +38,9 @@ def test_what_cannot_be_sampled_is_refused(setting: str, value: Any, says: str) 
 
 
 def test_an_empty_stop_string_is_refused() -> None:
-    with pytest.raises(ConfigError, match="`stop` was given an empty string; give the text at which to end") as error:
+    with pytest.raises(
+        ConfigError, match="`stop` was given an empty string; give the text at which generation ends"
+    ) as error:
         Sampling(stop=("x", ""))
     assert error.value.facts["setting"] == "stop"
 

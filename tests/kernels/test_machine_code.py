@@ -120,7 +120,7 @@ def test_what_is_not_known_is_refused(source: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "to", "said"),
-    [(0x7FFF, 0, "unknown relocation"), (286, 12, "12 is no multiple of the 8 bytes")],
+    [(0x7FFF, 0, "unknown relocation"), (286, 12, "byte 12 of a page; its instruction reads 8 bytes")],
     ids=["kind", "place"],
 )
 def test_a_place_of_aarch64_that_cannot_be_told_is_refused(kind: int, to: int, said: str) -> None:

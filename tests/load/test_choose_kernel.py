@@ -93,7 +93,7 @@ def test_it_is_not_taken_where_bits_are_asked_for_or_time_must_not_choose(
 
 
 def test_it_is_refused_where_it_would_do_nothing(toy: Callable[..., Path], open_model: Open) -> None:
-    with pytest.raises(ConfigError, match="`kernels` own-order: it is for bfloat16"):
+    with pytest.raises(ConfigError, match="`kernels=own-order`: it is for bfloat16"):
         open_model(wide(toy, "qwen3_moe"), "half", kernels="own-order", dtype="float32")
 
 

@@ -46,14 +46,16 @@ def test_what_is_kept_comes_back(folder: Path, fitted: Fitted) -> None:
 def test_what_was_not_fitted_is_refused_with_a_way_out(folder: Path, fitted: Fitted) -> None:
     remember(folder, fitted)
     with pytest.raises(
-        ConfigError, match=r"no tuned values are stored .* run smoe tune on the model with `predictor` popularity"
+        ConfigError, match=r"no tuned values are stored .* run smoe tune on the model with `predictor=popularity`"
     ):
         fitted_of(folder, "popularity")
 
 
 def test_another_predictor_under_its_name_is_refused(folder: Path, fitted: Fitted) -> None:
     remember(folder, fitted).rename(place_of(folder, "popularity"))
-    with pytest.raises(ConfigError, match="holds the predictor affinity; run smoe tune"):
+    with pytest.raises(
+        ConfigError, match="holds the values of the predictor affinity, not of popularity; run smoe tune"
+    ):
         fitted_of(folder, "popularity")
 
 

@@ -83,7 +83,9 @@ def test_what_does_not_fit_is_refused(wrong: str, folder: Path, toy: Callable[..
         weight = torch.zeros(zoo.EXPERTS, 100) if wrong == "shape" else torch.full((zoo.EXPERTS, 128), torch.nan)
         corrections[0, 1] = corrections[0, 1]._replace(weight=weight)
     remember(folder, replace(kept, corrections=corrections))
-    with pytest.raises(ConfigError, match=r"do not fit layer [12] of this model \(used at layer [01]\); run smoe tune"):
+    with pytest.raises(
+        ConfigError, match=r"that predict layer [12] at layer [01] are missing or do not fit this model; run smoe tune"
+    ):
         corrections_of(folder, spec_of(folder), 1)
 
 

@@ -102,7 +102,7 @@ def test_a_loaded_model_has_its_thresholds(
 ) -> None:
     source = Path(shutil.copytree(toy("qwen3_moe"), folder / "toy"))
     with pytest.raises(
-        ConfigError, match=r"`low_precision` int4: .*experts\.int4\.smoe is not there; run smoe pack"
+        ConfigError, match=r"`low_precision=int4`: .*experts\.int4\.smoe is not there; run smoe pack"
     ) as e:
         open_model(source, "full", preset="hobbit", prefetch="none")
     assert e.value.setting == "low_precision" and e.value.facts["allowed"].startswith("none, or")

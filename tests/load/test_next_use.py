@@ -1,6 +1,6 @@
 """What was learned of a model: kept for it, refused where it is another's, of another version or cut short.
 
-Would catch: numbers that change on disk, another model's estimate believed, `eviction` learned without one.
+Would catch: numbers that change on disk, another model's estimate believed, `eviction=learned` without one.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_a_loaded_model_has_it(
     toy: Callable[..., Path], open_model: Callable[..., PreTrainedModel], folder: Path
 ) -> None:
     source = toy("qwen3_moe")
-    with pytest.raises(ConfigError, match="`eviction` learned: no tuned values"):
+    with pytest.raises(ConfigError, match="`eviction=learned`: no tuned values"):
         open_model(source, "half", eviction="learned")
     plain = open_model(source, "half").offload
     experts = {layer: held.experts for layer, held in plain.store.layers.items()}

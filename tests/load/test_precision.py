@@ -138,7 +138,7 @@ def test_the_same_budget_holds_more_experts(toy: Callable[..., Path], tmp_path: 
 
 def test_a_precision_must_have_been_packed(toy: Callable[..., Path], open_model: Open, tmp_path: Path) -> None:
     folder = packed_toy(toy, "mixtral", "int8", tmp_path / "model", torch.float32)
-    with pytest.raises(ConfigError, match=r"smoe pack on .* with `precision` int4") as refusal:
+    with pytest.raises(ConfigError, match=r"smoe pack on .* with `precision=int4`") as refusal:
         open_model(folder, 10**9, precision="int4")
     assert refusal.value.setting == "precision"
 
@@ -178,7 +178,7 @@ def test_a_scale_that_is_no_number_is_named(
 
 def test_a_precision_of_a_gguf_file_must_have_been_packed(open_model: Open, tmp_path: Path) -> None:
     path, _ = gguf_toy.quantised(tmp_path / "toy.gguf", "Q8_0")
-    with pytest.raises(ConfigError, match=r"smoe pack on .*toy\.gguf with `precision` int4"):
+    with pytest.raises(ConfigError, match=r"smoe pack on .*toy\.gguf with `precision=int4`"):
         open_model(path, 10**9, precision="int4")
 
 

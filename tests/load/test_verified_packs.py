@@ -73,7 +73,7 @@ def test_without_a_pack_nothing_is_read(folder: Path, read: list[Path]) -> None:
 def test_a_damaged_pack_is_refused_with_what_to_do(precision: str | None, folder: Path) -> None:
     path = pack_folder(folder, precision=precision)
     damage(path)
-    asked = "" if precision is None else " with `precision` int8"
+    asked = "" if precision is None else " with `precision=int8`"
     for _ in range(2):
         with pytest.raises(
             CheckpointError, match=rf"damaged in layer 3.*run smoe pack again{asked}, or copy"

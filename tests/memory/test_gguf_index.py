@@ -159,8 +159,8 @@ def repeat_a_tensor(parts: list[Path]) -> None:
     ("damage", "said"),
     [
         (lose_a_part, "lacks 1 of 3 parts.*m-00002-of-00003.gguf"),
-        (exchange_parts, "m-00001-of-00003.gguf says that it is part 1"),
-        (take_a_part_of_another_model, "m-00002-of-00003.gguf says that it is part 1 .* of 4"),
+        (exchange_parts, "m-00001-of-00003.gguf contains part 1 .counted from 0."),
+        (take_a_part_of_another_model, "m-00002-of-00003.gguf contains part 1 .* of 4"),
         (repeat_a_tensor, "'BF16' a second time"),
     ],
 )

@@ -243,5 +243,5 @@ def test_a_dense_model_is_no_unknown_one(architecture: str) -> None:
 @pytest.mark.parametrize(("kind", "what"), [("adapter", "an adapter"), ("imatrix", "an importance matrix")])
 def test_a_file_of_another_type_is_no_model(kind: str, what: str) -> None:
     header = header_of({"general.architecture": "qwen3moe", "general.type": kind})
-    with pytest.raises(UnsupportedModelError, match=f"is no model, but {what}"):
+    with pytest.raises(UnsupportedModelError, match=f"is not a model, but {what}"):
         gguf_families.architecture_of(header)

@@ -198,7 +198,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[SmoeError], str]] = {
     "an odd temperature": ({"more": {"general.sampling.temp": -1.0}}, CheckpointError, "'temperature' is -1.0"),
     "a norm missing": ({"tensors": {"output_norm.weight": None}}, CheckpointError, "lacks 1 weights, 'output_norm"),
     "experts missing": ({"tensors": {"blk.1.ffn_up_exps.weight": None}}, CheckpointError, "has no 'blk.1.ffn_up_exps"),
-    "embeddings missing": ({"tensors": {"token_embd.weight": None}}, CheckpointError, "no matrix 'token_embd.weight'"),
+    "embeddings missing": ({"tensors": {"token_embd.weight": None}}, CheckpointError, "no tensor 'token_embd.weight'"),
     "no router": (
         {"tensors": {"blk.2.ffn_gate_inp.weight": None}},
         CheckpointError,
@@ -303,7 +303,7 @@ def test_entries_that_are_not_known_are_ignored(tmp_path: Path) -> None:
 
 def test_a_file_that_says_how_a_model_was_quantised_is_none(tmp_path: Path) -> None:
     path = gguf_toy.write(tmp_path / "toy.gguf", zoo.make("qwen3_moe"), more={"general.type": "imatrix"})
-    with pytest.raises(UnsupportedModelError, match="no model, but an importance matrix"):
+    with pytest.raises(UnsupportedModelError, match="not a model, but an importance matrix"):
         from_pretrained(path, memory="64MiB")
 
 

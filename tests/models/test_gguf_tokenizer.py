@@ -223,7 +223,7 @@ def test_an_unknown_split_is_refused(pre: str, tmp_path: Path) -> None:
 def test_a_file_without_a_split_is_read_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "smoe"):
         write(tmp_path / "v.gguf", "gpt2", PLAIN, merges=MERGES)
-    assert "does not say how it splits texts" in caplog.text and "'llama-bpe' is assumed" in caplog.text
+    assert "does not state how it splits texts" in caplog.text and "'llama-bpe' is assumed" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["t5", "bert", "rwkv"])
@@ -323,7 +323,7 @@ def test_merges_may_begin_with_a_space(tmp_path: Path) -> None:
     ("tokens", "merges", "message"),
     [
         (["a", "b", "a"], [], "the token 'a' twice, as 0 and as 2"),
-        (["a", "b", "ab"], ["ab"], "the merge 'ab', which has no two sides"),
+        (["a", "b", "ab"], ["ab"], "the merge 'ab', which does not consist of two texts"),
         (["a", "b"], None, "has no merges"),
         (["a", "b"], ["a b"], "no usable tokenizer"),
     ],

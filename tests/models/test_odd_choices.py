@@ -61,15 +61,18 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 NAN, INFINITY = float("nan"), float("inf")
 ODD: dict[str, tuple[dict[str, Any], str]] = {
-    "NaN": ({"rms_norm_eps": NAN}, "'rms_norm_eps' is nan, it must be a finite number"),
-    "infinity": ({"routed_scaling_factor": INFINITY}, "'routed_scaling_factor' is inf, it must be a finite number"),
+    "NaN": ({"rms_norm_eps": NAN}, "'rms_norm_eps' is nan; it must be a finite number"),
+    "infinity": ({"routed_scaling_factor": INFINITY}, "'routed_scaling_factor' is inf; it must be a finite number"),
     "NaN in positions": ({"rope_parameters": {"rope_type": "default", "rope_theta": NAN}}, "'rope_theta' is nan"),
     "true in positions": ({"rope_scaling": {"rope_type": "linear", "factor": True}}, "'factor' is True"),
-    "true experts a token": ({"num_experts_per_tok": True}, "'num_experts_per_tok' is True, it must be a number"),
-    "true experts": ({"n_routed_experts": True}, "'n_routed_experts' is True, it must be a number"),
+    "true experts a token": ({"num_experts_per_tok": True}, "'num_experts_per_tok' is True; it must be a number"),
+    "true experts": ({"n_routed_experts": True}, "'n_routed_experts' is True; it must be a number"),
     "true layers": ({"num_hidden_layers": True}, "'num_hidden_layers' is True"),
     "true norm": ({"rms_norm_eps": True}, "'rms_norm_eps' expected float, got bool"),
-    "more than there are": ({"num_experts_per_tok": 9}, "'num_experts_per_tok' is 9, it must be from 1 to the 8 of"),
+    "more than there are": (
+        {"num_experts_per_tok": 9},
+        "'num_experts_per_tok' is 9; it must be from 1 to 8, the value of",
+    ),
     "more, in a text model": ({"text_config": {"moe_k": 3, "moe_num_experts": 2}}, "'moe_k' is 3, .* the 2 of"),
 }
 
@@ -92,23 +95,23 @@ def test_limits_may_be_infinite(tmp_path: Path) -> None:
 
 METADATA: dict[str, tuple[dict[str, Any], str]] = {
     "NaN": ({"attention.layer_norm_rms_epsilon": NAN}, "'attention.layer_norm_rms_epsilon' is nan"),
-    "infinity": ({"rope.freq_base": INFINITY}, "'rope.freq_base' is inf, it must be a finite number"),
+    "infinity": ({"rope.freq_base": INFINITY}, "'rope.freq_base' is inf; it must be a finite number"),
     "NaN in positions": ({"rope.freq_base": NAN}, "'rope.freq_base' is nan"),
     "NaN in a scaling": (
         {"rope.scaling.type": "linear", "rope.scaling.factor": NAN},
-        "scales positions by 'linear', but factor is nan",
+        "scales rotary positions by the method 'linear', but the parameter factor is nan",
     ),
     "an infinite scaling": (
         {"rope.scaling.type": "linear", "rope.scaling.factor": INFINITY},
-        "scales positions by 'linear', but factor is inf",
+        "scales rotary positions by the method 'linear', but the parameter factor is inf",
     ),
     "true in a scaling": (
         {"rope.scaling.type": "linear", "rope.scaling.factor": True},
-        "scales positions by 'linear', but factor is True",
+        "scales rotary positions by the method 'linear', but the parameter factor is True",
     ),
     "true": ({"expert_used_count": True}, "'expert_used_count' should be one number; it is True"),
     "true for 1": ({"expert_weights_scale": True}, "'qwen3moe.expert_weights_scale' is True"),
-    "more experts than there are": ({"expert_used_count": 9}, "'num_experts_per_tok' is 9, it must be from 1 to the 8"),
+    "more experts than there are": ({"expert_used_count": 9}, "'num_experts_per_tok' is 9; it must be from 1 to 8"),
 }
 
 

@@ -152,7 +152,7 @@ def test_what_is_packed_as_it_is_has_the_same_bits(name: str, tmp_path: Path, op
 @pytest.mark.parametrize("name", REORDERED)
 def test_columns_in_another_order_are_for_packing(name: str, tmp_path: Path) -> None:
     theirs = released_toy.save(tmp_path, SCHEMES[name])
-    with pytest.raises(UnsupportedModelError, match=r"act-order.*run smoe pack with `precision` int8 or int4"):
+    with pytest.raises(UnsupportedModelError, match=r"act-order.*run smoe pack with `precision=int8` or int4"):
         from_pretrained(tmp_path, memory="1GiB")
     matrices = matrices_of(tmp_path)
     for key in ("model.layers.1.self_attn.q_proj.weight", f"{FIRST}.weight"):
@@ -274,7 +274,7 @@ def test_matrices_that_lie_the_other_way_round(tmp_path: Path) -> None:
 
 def test_groups_that_are_no_whole_blocks(tmp_path: Path) -> None:
     released_toy.save(tmp_path, {**released_toy.GPTQ, "group_size": 16})
-    with pytest.raises(SmoeError, match="16 with one scale, which make no whole blocks"):
+    with pytest.raises(SmoeError, match="16 numbers have a scale in common; these are no whole blocks"):
         from_pretrained(tmp_path, memory="1GiB")
 
 

@@ -87,7 +87,7 @@ def test_a_window_claims_nothing_of_the_budget_and_ends_with_its_cache() -> None
     window = pages.rows.window(0)
     assert (window.nbytes, window.reserved_tokens) == (0, 0) and pages.rows.whole.nbytes > 0
     pages.rows.whole.retire()
-    with pytest.raises(Exception, match="taken this one's part of the budget"):
+    with pytest.raises(Exception, match="uses the part of the memory budget"):
         window.begin(1, 1)
 
 

@@ -128,7 +128,9 @@ def test_a_pack_of_another_version_says_so(version: int | None, folder: Path) ->
     old = header_bytes(contents.header(folder) | {"version": version})
     assert data[:8] == MAGIC and len(old) <= 4096
     path.write_bytes(old + data[len(old) :])
-    with pytest.raises(CheckpointError, match=f"a pack of version {version}, and this smoe reads version 3: run smoe"):
+    with pytest.raises(
+        CheckpointError, match=f"a packed file of version {version}, and this smoe reads version 3: run smoe"
+    ):
         read_packed(folder, contents)
 
 

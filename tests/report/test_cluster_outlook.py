@@ -114,7 +114,7 @@ def test_a_worker_computes_on_its_cpu_and_reads_from_its_disk(toy: str) -> None:
 
 def test_a_worker_without_room_is_refused(toy: str) -> None:
     """In the words that a worker has for it, and with its slots."""
-    with pytest.raises(BudgetError, match=r"needs 56\.0 KiB for experts at least, 1\.00 KiB were given"):
+    with pytest.raises(BudgetError, match=r"needs at least 56\.0 KiB for experts, and 1\.00 KiB were given"):
         of(toy, Wanted(1, worker_bytes=1024))
     assert of(toy, Wanted(1, worker_bytes=10 * 28 << 10)).workers[0].slots == 10
 
@@ -157,6 +157,6 @@ def test_a_recorded_run_is_replayed(toy: str) -> None:
 @pytest.mark.parametrize("trace", [steps(3, 8, 30), steps(4, 16, 30), steps(4, 8, 4), []])
 def test_a_trace_of_another_model_is_refused(toy: str, trace: list[Routing]) -> None:
     with pytest.raises(
-        TraceError, match="this model has 4 layers with 8 experts: give a trace of it with at least 5 steps"
+        TraceError, match="this model has 4 layers with 8 experts: give a trace of this model with at least 5 steps"
     ):
         of(toy, Wanted(1, [WORKER]), trace=trace)

@@ -96,7 +96,7 @@ def test_without_prices_a_budget_is_refused(folder: Path, open_model: Open) -> N
     with pytest.raises(ConfigError, match=r"the quality costs of this model .*have not been measured yet"):
         open_model(folder, "half", **SWITCHES)
     price(folder, 1.0, 1.0, 1.0, precision="int2")
-    with pytest.raises(ConfigError, match="with `low_precision` int4"):
+    with pytest.raises(ConfigError, match="with `low_precision=int4`"):
         open_model(folder, "half", **SWITCHES)
 
 

@@ -142,7 +142,7 @@ def test_positions_that_not_both_have_are_refused(folder: Path, open_model: Open
         draft.read(PROMPT)
         gap = len(PROMPT) + 1
         for begin, end in ((0, text.cache.length + 1), (gap, gap + 1), (-1, 2), (3, 2)):
-            with pytest.raises(ValueError, match="cannot take over positions"):
+            with pytest.raises(ValueError, match="cannot take over the positions"):
                 draft.text.cache.take_over(text.cache, begin, end)
 
 

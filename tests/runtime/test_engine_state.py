@@ -128,8 +128,9 @@ def test_sequences_that_share_a_context_are_told_so(toy: Callable[..., Path], op
     """Also of a cache that the caller has made."""
     model = open_model(toy("mixtral"), context_tokens=60)
     pair = oracle.PROMPT.repeat(2, 1)
-    more = r"39 tokens do not fit the context of 30 reserved for each of 2 sequences; lower `max_new_tokens` by 9, "
-    more += "shorten the prompt or raise `context_tokens` or `max_sequences`, whose product all sequences share"
+    more = "39 tokens do not fit the context of 30 tokens for which memory is reserved for each of 2 sequences; "
+    more += "lower `max_new_tokens` by 9, shorten the prompt or raise `context_tokens` or `max_sequences`, "
+    more += "whose product all sequences share"
     for given in ({}, {"past_key_values": model.offload.new_cache(2)}):
         with pytest.raises(ContextError, match=more):
             model.generate(pair, max_new_tokens=16, **given)

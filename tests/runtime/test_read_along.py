@@ -100,7 +100,7 @@ def test_a_text_that_was_taken_back_is_read_anew_from_there(along: ReadAlong, ah
 
 def test_another_text_has_nothing_of_the_one_before(along: ReadAlong, ahead: Ahead, theirs: RowCache) -> None:
     learn(along, theirs, 0, 10)
-    with pytest.raises(ValueError, match="0 of 10 positions are here"):
+    with pytest.raises(ValueError, match="values of 0 of the 10 earlier positions"):
         along.begin(6, 10, 7)
     learn(along, theirs, 0, 2, text=7)
     along.begin(7, 2, 7)
@@ -109,14 +109,14 @@ def test_another_text_has_nothing_of_the_one_before(along: ReadAlong, ahead: Ahe
 
 def test_what_has_a_gap_or_no_room_is_refused(along: ReadAlong, ahead: Ahead, theirs: RowCache) -> None:
     learn(along, theirs, 0, 5)
-    with pytest.raises(ValueError, match="5 of 6 positions are here"):
+    with pytest.raises(ValueError, match="values of 5 of the 6 earlier positions"):
         along.begin(5, 6, 7)
-    with pytest.raises(ValueError, match="are no positions"):
+    with pytest.raises(ValueError, match="cannot be appended"):
         learn(along, theirs, 6, 8)
     for begin in range(5, CAPACITY):
         rows: Any = theirs.taken_out(5, 6).numpy()
         along.learn(5, begin, begin + 1, memoryview(rows))
-    with pytest.raises(ValueError, match=f"there is room for {CAPACITY}"):
+    with pytest.raises(ValueError, match=f"room for {CAPACITY} positions"):
         along.begin(5, CAPACITY, 7)
     assert not ahead.begun
     along.close()

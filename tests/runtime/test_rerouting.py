@@ -92,7 +92,7 @@ def test_reproducible_text_does_not_depend_on_timing(
 
 
 def test_reproducible_refuses_what_would_not_be() -> None:
-    with pytest.raises(ConfigError, match="`eviction` auto or score"):
+    with pytest.raises(ConfigError, match="values of `eviction`: auto or score"):
         configure(alpha=0.3, eviction="lru", reproducible=True)
     configure(alpha=0.3, eviction="auto", reproducible=True)
     configure(alpha=0.0, eviction="lru", reproducible=True)

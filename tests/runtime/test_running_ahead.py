@@ -300,7 +300,7 @@ def test_what_it_cannot_follow_is_refused(toy: Callable[..., Path], folder: Path
         open_model(toy("lfm2_moe"), "half", prefetch="draft-model")
     with pytest.raises(ConfigError, match=r"a draft model in int4 needs its experts packed.*`draft_precision`"):
         open_model(folder, "half", prefetch="draft-model")
-    with pytest.raises(ConfigError, match="`draft_precision` int4 is not lower than `precision` int4"):
+    with pytest.raises(ConfigError, match="`draft_precision=int4` is not lower than `precision=int4`"):
         open_model(folder, "half", prefetch="draft-model", precision="int4")
     with pytest.raises(ConfigError, match="emulated"):
         open_model(folder, "half", prefetch="draft-model", draft_precision="int2", device="emulated")

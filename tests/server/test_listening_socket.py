@@ -40,6 +40,6 @@ def test_of_two_that_are_bound_the_second_to_listen_is_refused() -> None:
             pytest.skip("this system gives a port once")
         with second:
             opened(first, config)
-            with pytest.raises(ConfigError, match=rf"`port` {config.port}: .* in use") as error:
+            with pytest.raises(ConfigError, match=rf"`port={config.port}`: .* in use") as error:
                 opened(second, config)
         assert error.value.setting == "port" and "0: any free one" in str(error.value)

@@ -129,5 +129,5 @@ def test_the_usual_habits_are_between_the_others() -> None:
 
 
 def test_too_little_shows_no_habits() -> None:
-    with pytest.raises(TraceError, match="too short to fit habits"):
+    with pytest.raises(TraceError, match="too short to learn"):
         fit(synthesise(DrawnShape(8, 2, 2, 1)))

@@ -72,9 +72,7 @@ def _print_table(priced: PricedAnswers) -> None:
         table.add_row(str(layer), *(shown if priced.low_precision != "none" else ["-", "-", *shown[2:]]))
     output().print(table)
     note(
-        "quality cost, in nats, of one miss if the expert has all of its token's routing weight; the cost falls with "
-        "the "
-        "square of the weight; a substitute with the missing expert's score costs twice as much as one of score 0; "
-        "+/-: "
-        "standard error"
+        "Each number is the quality cost, in nats, of one miss of an expert that has all of its token's routing "
+        "weight. The cost falls with the square of the routing weight. A substitute whose score equals the missing "
+        "expert's costs twice as much as a substitute of score 0. +/- precedes the standard error."
     )

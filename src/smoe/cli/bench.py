@@ -107,7 +107,10 @@ def command(
         offload: Any = ready.offload
         possible = fitting(cells, offload.context_tokens)
         if len(possible) < len(cells):
-            warn(f"{len(cells) - len(possible)} cells need a context longer than {offload.context_tokens} tokens")
+            warn(
+                f"{len(cells) - len(possible)} measurements are skipped, because they need a context longer than "
+                f"{offload.context_tokens} tokens; raise `context_tokens` to make them"
+            )
         measurements = _measure(ready, tokenizer, possible, seed)
         _print(measurements, _circumstances(ready, model, seed), offload.config, share, json)
     if len(measurements) < len(possible):
@@ -133,7 +136,7 @@ def _print(
 
 def _no_cell(context_tokens: int, cells: list[TableCell]) -> ConfigError:
     least = min(cell.prompt_tokens + cell.new_tokens for cell in cells)
-    message = f"`context_tokens` {context_tokens} is too short for every cell; the shortest needs {least} tokens"
+    message = f"`context_tokens={context_tokens}` is too short for every cell; the shortest needs {least} tokens"
     allowed = f"at least {least}"
     return ConfigError(f"{message}: give {allowed}", setting="context_tokens", given=context_tokens, allowed=allowed)
 

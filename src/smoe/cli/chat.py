@@ -97,9 +97,9 @@ def command(
                 _show_settings(ready, chat, chosen, sampling)
             elif message == "/reset":
                 chat.reset()
-                note("the conversation is deleted; your next message begins a new one", is_asked=True)
+                note("the conversation is deleted; your next message begins a new conversation", is_asked=True)
             elif message.startswith("/") and " " not in message:
-                note(f"unknown command {message}; /help lists the commands", is_asked=True)
+                note(f"the command {message} is unknown; /help lists the commands", is_asked=True)
             elif message:
                 _answer(chat, message)
     if was_terminated():

@@ -19,8 +19,8 @@ def from_checkout(module: str, command: str) -> ModuleType:
     root = Path(smoe.__file__).resolve().parents[2]
     if not root.joinpath("bench", *module.split(".")).with_suffix(".py").is_file():
         raise ConfigError(
-            f"`{command}` needs the source repository: its programs are in the folder `bench`, which the installed "
-            f"package does not contain. Clone the repository, run `pip install -e .` there, and repeat the command"
+            f"'{command}' runs programs from the folder 'bench' of the source repository, which the installed "
+            "package does not contain. Clone the repository, run 'pip install -e .' there, and repeat the command"
         )
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))  # not only for this import: processes that a simulation starts get this path

@@ -108,7 +108,10 @@ def up(
     note(f"starting {format_count(local, 'worker')}{' and a draft model' if draft else ''}")
 
     def started() -> None:
-        note(f"they wait for a coordinator at {coordinator.address}; in another terminal:")
+        note(
+            f"the workers wait for a coordinator at {coordinator.address}; to start the coordinator, run in another "
+            "terminal:"
+        )
         note(line_for_coordinator(model, coordinator.name, local, draft))
 
     keep_running(lines, started)
@@ -149,7 +152,8 @@ def invite(
     else:
         if address is None:
             raise ConfigError(
-                f"there is no cluster {name!r} yet; give the address on which the coordinator listens: --address HOST",
+                f"there is no cluster {name!r} yet; to create it, give the address on which the coordinator listens: "
+                "--address HOST",
                 setting="address",
                 given=None,
                 allowed="this machine's address in your network",
@@ -173,8 +177,8 @@ def invite(
         )
         return
     note(
-        f"valid once, for {INVITATION_SECONDS // 60} minutes; the coordinator will listen at {reach}. Run on the "
-        "other machine:"
+        f"the invitation below admits one machine, once, within {INVITATION_SECONDS // 60} minutes; the coordinator "
+        f"will listen at {reach}. Run on the other machine:"
     )
     output().print(
         f"smoe cluster join '{line}' MODEL --worker-memory 4GiB", soft_wrap=True, markup=False, highlight=False

@@ -29,5 +29,8 @@ def moved_to(coordinator: Coordinator, address: str) -> Coordinator:
             if coordinator.workers
             else ""
         )
-        warn(f"the cluster {coordinator.name} moves to {moved.address}; it was at {coordinator.address}{lost}")
+        warn(
+            f"the coordinator of the cluster {coordinator.name} now listens at {moved.address} instead of "
+            f"{coordinator.address}{lost}"
+        )
     return moved

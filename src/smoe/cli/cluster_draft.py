@@ -31,8 +31,8 @@ def check_alone(given: Mapping[str, Any]) -> None:
         if value is not None:
             owner = "`fetch`" if name == "precision" else "a worker"
             raise ConfigError(
-                f"`{name}` {value} applies to {owner}; the coordinator configures a draft model (`draft`): leave it "
-                "out",
+                f"`{name}={value}` applies only to {owner}; a draft model (`draft`) gets its settings from the "
+                f"coordinator: leave out `{name}`",
                 setting=name,
                 given=value,
                 allowed="only without `draft`",
@@ -52,10 +52,13 @@ def be_draft(me: Worker, model: str, threads: int | None) -> None:
 
     to_connect_to(me.address)  # refuse a name that does not resolve before reading files
     files = DraftFiles(model, threads)
-    note(f"draft model {me.name}: ready; waiting for the coordinator at {me.address}, which chooses the copy to load")
+    note(
+        f"draft model {me.name}: ready; waiting for the coordinator at {me.address}, which chooses the precision in "
+        "which the draft model is loaded"
+    )
 
-    def changed(words: str) -> None:
-        note(f"draft model {me.name}: {words}")
+    def changed(state: str) -> None:
+        note(f"draft model {me.name}: {state}")
         if me.code is not None:
             keep_worker(replace(me, code=None))
 

@@ -59,8 +59,11 @@ def send(
         coordinator, paths, precision, bytes_per_second, lambda worker: note(f"worker {worker} has all files")
     )
     reach = reach_of(coordinator.address, coordinator.everywhere)
-    note(f"listening at {reach}; admitted: {coordinator.who_may_come()}")
-    note(f"{len(paths)} files, {total}, for workers that connect to {coordinator.address}; run on each of them:")
+    note(f"listening for workers at {reach}; admitted: {coordinator.who_may_come()}")
+    note(
+        f"{len(paths)} files, {total}, are ready for workers that connect to {coordinator.address}; run on each "
+        "worker's machine:"
+    )
     note(f"smoe cluster join {coordinator.name} --fetch FOLDER (or with the line of smoe cluster invite)")
     try:
         sender.serve()
@@ -73,7 +76,8 @@ def check_fetch(model: str, fetch: Path | None, rate: str | None) -> None:
     """Raise `ConfigError` if options that go with `--fetch` exclude each other or are invalid."""
     if fetch is not None and model != "demo":
         raise ConfigError(
-            f"`fetch` {fetch} downloads the coordinator's model, so {model} has no effect; leave out one of the two",
+            f"`fetch={fetch}` downloads the coordinator's model, so the given model {model} has no effect; leave out "
+            "the model or `fetch`",
             setting="fetch",
             given=str(fetch),
             allowed="only without MODEL",

@@ -79,8 +79,8 @@ class RayOptions:
             return False
         if local is not None:
             raise ConfigError(
-                f"`local` {local} counts workers on this machine, and `ray` starts them on other machines; give their "
-                "number with `workers`",
+                f"`local={local}` is a number of workers on this machine, and `ray` starts workers on other "
+                "machines; leave out `local`, and give the number of workers with `workers`",
                 setting="local",
                 given=local,
                 allowed="only without `ray`",
@@ -100,8 +100,8 @@ def up_on_ray(on_ray: RayOptions, name: str, threads: int | None, model: str, ro
     token = token_file()
     if token is not None:
         warn(
-            f"anyone who can read {token} can run programs on every node, and other users of this machine can read "
-            f"it: chmod 600 {token}"
+            f"Ray's token file {token} can be read by other users of this machine, and anyone who reads it can run "
+            f"programs on every node; run: chmod 600 {token}"
         )
     ray = join_ray(on_ray.ray, on_ray.allow_open_ray, shows_logs)
     there = str(Path(model).resolve()) if Path(model).exists() else model
@@ -111,8 +111,8 @@ def up_on_ray(on_ray: RayOptions, name: str, threads: int | None, model: str, ro
         workers.start(on_ray.workers, opening, threads)
         count = len(workers.names)
         note(
-            f"Ray starts {format_count(count, 'worker')}; they wait for a coordinator at "
-            f"{coordinator.address}. In another terminal:"
+            f"Ray starts {format_count(count, 'worker')}; workers wait for a coordinator at {coordinator.address}. "
+            "To start the coordinator, run in another terminal:"
         )
         note(line_for_coordinator(model, coordinator.name, count))
         while True:

@@ -61,14 +61,14 @@ class WorkerOptions:
         given = [what for what, value in of_plan.items() if value is not None]
         if self.name is not None and given:
             raise ConfigError(
-                f"`name` {self.name} and `{given[0]}` both describe the workers; leave out one of the two",
+                f"`name={self.name}` and `{given[0]}` both describe the workers; leave out one of the two",
                 setting=given[0],
                 given=of_plan[given[0]],
                 allowed="only without `name`",
             )
         if self.slots is not None and self.worker_memory is not None:
             raise ConfigError(
-                f"`worker_memory` {self.worker_memory} and `slots` {self.slots} both set how many experts a worker "
+                f"`worker_memory={self.worker_memory}` and `slots={self.slots}` both set how many experts a worker "
                 "holds; leave out one of the two",
                 setting="slots",
                 given=self.slots,
@@ -160,7 +160,7 @@ def _measured(name: str) -> list[MeasuredWorker]:
     if not loads:
         raise ClusterError(
             f"the workers of the cluster {name!r} have loaded no experts, so the time of a load is not measured; run "
-            "it once with less memory, or give `worker_profile` instead of `name`",
+            f"smoe generate --cluster {name!r} once with less memory, or give `worker_profile` instead of `name`",
             setting="name",
             given=name,
             allowed="a cluster whose workers have loaded experts",

@@ -39,7 +39,7 @@ class WorkerRoom(NamedTuple):
             return cls(parse_bytes(worker_memory or DEFAULT_WORKER_MEMORY, "worker_memory"), None)
         if worker_memory is not None:
             raise ConfigError(
-                f"`worker_memory` {worker_memory} and `slots` {slots} both set how many experts a worker holds; leave "
+                f"`worker_memory={worker_memory}` and `slots={slots}` both set how many experts a worker holds; leave "
                 "out one of the two",
                 setting="slots",
                 given=slots,

@@ -152,8 +152,7 @@ def _of_preset(error: SmoeError) -> list[str]:
     option = option_of(setting)
     if value is None or any(word.partition("=")[0] == option or f"{setting}=" in word for word in sys.argv):
         return []
-    shown = f"{option}={in_words(value)}" if option.startswith("--set") else f"{option} {in_words(value)}"
-    return [f"{shown} comes from --preset {preset}."]
+    return [f"{_typed(setting, in_words(value))} comes from --preset {preset}."]
 
 
 def _sequences_typed() -> str:
@@ -289,7 +288,7 @@ class Patience:
                     bars.update(task, completed=done, total=total, amount=shown)
 
 
-_SETTING = re.compile(r"`([a-z]+(?:_[a-z]+)*)`")
+_SETTING = re.compile(r"`([a-z]+(?:_[a-z]+)*)(?:=([^`]*))?`")
 
 
 def words_of(error: BaseException) -> str:
@@ -303,5 +302,14 @@ def words_of(error: BaseException) -> str:
 
 
 def as_options(text: str) -> str:
-    """Return a message of the library in which names of settings are replaced by options of the command line."""
-    return _SETTING.sub(lambda found: option_of(found[1]), text)
+    """Return a message of the library in which settings are replaced by options of the command line: `precision=int4`
+    by --precision int4."""
+    return _SETTING.sub(lambda found: _typed(found[1], found[2]), text)
+
+
+def _typed(setting: str, value: str | None) -> str:
+    """Return the option that gives a setting this value. None: the option without a value."""
+    option = option_of(setting)
+    if value is None or setting == "count":  # --process-memory gives both `count` and `memory`
+        return option
+    return f"{option}={value}" if option.startswith("--set") else f"{option} {value}"

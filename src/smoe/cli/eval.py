@@ -189,7 +189,8 @@ def _refuse_prices(**given: object) -> None:
     for name, value in given.items():
         if value is not None:
             raise ConfigError(
-                f"`{name}` applies to measurements of quality, and --recall makes none; leave out one of the two",
+                f"`{name}` applies to measurements of quality, and --recall makes no such measurement; leave out "
+                f"`{name}` or --recall",
                 setting=name,
                 given=str(value),
                 allowed="only without `recall`",

@@ -160,7 +160,10 @@ def _meet(seconds: float, model: str, preset: str, ready: PreTrainedModel) -> No
     offload.use_alpha(alpha)
     usual = PRESETS[preset].get("alpha", alpha)
     instead = f", instead of the preset's {usual:g}" if usual != alpha else ""
-    note(f"alpha {alpha:g} for {format_seconds(seconds)} a token as smoe tune measured{when}{instead}")
+    note(
+        f"alpha is {alpha:g}: by the measurements of smoe tune, the smallest alpha that meets "
+        f"{format_seconds(seconds)} a token{when}{instead}"
+    )
 
 
 def _run(
@@ -193,7 +196,10 @@ def _run(
             _meet(tpot, model, engine.preset, ready)
         tokenizer = load_tokenizer(model, engine.revision)
         if tokenizer.chat_template is not None:
-            note("this model has a chat template, which smoe chat uses; smoe generate continues the prompt as it is")
+            note(
+                "this model has a chat template, which smoe chat uses; smoe generate does not use the template and "
+                "continues the prompt as it is"
+            )
         if streams:
             _show_prompt(texts)
         bar = Patience("reading the prompt" if len(texts) == 1 and streams else "generating")
@@ -269,7 +275,10 @@ def _shown(ready: PreTrainedModel, model: str, texts: list[str], watch: bool) ->
 
     engine: Any = ready.offload
     with shown(engine, model) as page:
-        note(f"the run begins when {page.address} is opened, or in {_OPEN_SECONDS:.0f} s", is_asked=True)
+        note(
+            f"generation begins when {page.address} is opened in a browser, or after {_OPEN_SECONDS:.0f} s",
+            is_asked=True,
+        )
         page.wait(_OPEN_SECONDS)
         is_single = len(texts) == 1
         if is_single:

@@ -22,20 +22,20 @@ class ResultDestination:
             check_writable()
         except OSError as error:
             self.can_keep = False
-            self._say("will not be", error)
+            self._say("will not be stored", error)
 
     def keep(self, save: Callable[[], Path]) -> Path | None:
         """Store a result by calling `save`. Return the path that `save` returns; None if storing failed."""
         try:
             return save()
         except OSError as error:
-            self._say("was not", error)
+            self._say("was not stored", error)
             return None
 
-    def _say(self, verb: str, error: OSError) -> None:
+    def _say(self, outcome: str, error: OSError) -> None:
         if not self._is_printed:
             warn(
-                f"the result {verb} stored: {cache_folder()} cannot be written ({error.strerror or error}); set "
-                f"{PLACE} to a writable folder"
+                f"the result {outcome}, because nothing can be written in {cache_folder()} "
+                f"({error.strerror or error}); set {PLACE} to a writable folder"
             )
         self._is_printed = True

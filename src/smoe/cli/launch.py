@@ -74,7 +74,7 @@ def _executable(program: Program) -> str:
         return found
     how = f"install it: {program.install}" if program.install else f"known programs: {', '.join(PROGRAMS)}"
     raise ConfigError(
-        f"{program.command} is not installed (it is not on PATH); {how}",
+        f"the program {program.command} is not installed (PATH has no such program); {how}",
         setting="program",
         given=program.command,
         allowed="a command on PATH",
@@ -120,8 +120,8 @@ def _check_needless(served: RunningServer, given: Sequence[str]) -> None:
     """Raise `ConfigError` if the user gave another model, or --memory, although a server already runs on the port."""
     if given and ((not given[0].startswith("-") and given[0] != served.model) or "--memory" in given):
         raise ConfigError(
-            f"a server of {served.model} runs at {served.url} already; leave the model and its options out, or give "
-            "another port with --port",
+            f"a server of {served.model} runs at {served.url} already; to use that server, leave out the model and "
+            "its options; to start another server, give another port with --port",
             setting="port",
             given=served.url,
             allowed="a free port, or no model",
@@ -155,7 +155,7 @@ def _listening(process: Popen[str], log: IO[str], key: str) -> RunningServer:
     process.wait()
     log.seek(0)
     why = said.get("error", {}).get("message") or log.read()[-_TAIL:].strip() or f"exit code {process.returncode}"
-    raise SmoeError(f"the server did not start: {why}")
+    raise SmoeError(f"smoe serve did not start: {why}")
 
 
 def _run(line: Sequence[str], environment: dict[str, str]) -> int:

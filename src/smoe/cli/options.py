@@ -112,13 +112,14 @@ class _Configurable:
         """
         if self.alpha and self.preset == "smoe-exact":
             raise ConfigError(
-                f"--preset smoe-exact is exact, --alpha {self.alpha:g} is not; use --preset smoe, or leave one out",
+                f"--preset smoe-exact is lossless, and --alpha {self.alpha:g} is lossy; use --preset smoe with "
+                "--alpha, or leave out --alpha",
                 setting="alpha",
                 given=self.alpha,
-                allowed="0 with `preset` smoe-exact",
+                allowed="0 with `preset=smoe-exact`",
             )
         if self.profile is not None and self.device != EMULATED:
-            raise ConfigError.idle("profile", self.profile, "`device` emulated")
+            raise ConfigError.idle("profile", self.profile, "`device=emulated`")
         if self.memory is not None and self.process_memory is not None:
             raise ConfigError(
                 f"--memory {self.memory} and --process-memory {self.process_memory} both set the memory; give one of "
@@ -183,11 +184,10 @@ def _refuse_idle_copies(config: EngineConfig) -> None:
     by_thresholds = config.precision_shares is None and not config.prices_answers
     if config.has_low and by_thresholds and config.low_threshold >= config.skip_threshold:
         raise ConfigError(
-            f"`low_precision` {config.low_precision} would have no effect: with `low_threshold` "
-            f"{config.low_threshold:g} "
-            f"and `skip_threshold` {config.skip_threshold:g}, no expert is loaded as a low-precision copy; give a "
-            "lower "
-            "`low_threshold` such as 0.6, a higher `skip_threshold`, or `precision_shares` such as 67,30,3",
+            f"`low_precision={config.low_precision}` would have no effect: with "
+            f"`low_threshold={config.low_threshold:g}` and `skip_threshold={config.skip_threshold:g}`, no expert is "
+            "loaded as a low-precision copy; give a lower `low_threshold` such as 0.6, a higher `skip_threshold`, "
+            "or `precision_shares` such as 67,30,3",
             setting="low_threshold",
             given=config.low_threshold,
             allowed=f"below {config.skip_threshold:g} with `low_precision`",
@@ -220,7 +220,8 @@ def check_text(text: str, source: str) -> None:
         text.encode("utf8")
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"{source} has bytes that are not UTF-8, first after {text[: error.start][-20:]!r}; write it as UTF-8",
+            f"{source} contains bytes that are not UTF-8, the first of them after {text[: error.start][-20:]!r}; save "
+            f"{source} as UTF-8",
             setting=source.removeprefix("--").replace("-", "_"),
             given=ascii(text),
             allowed="text in UTF-8",

@@ -102,7 +102,10 @@ def command(
     for each in found["files"]:
         if each["was_packed_before"]:
             how = ", calibrated with a text" if each["is_calibrated"] else ""
-            note(f"already packed{how} from these weights, by headers and samples (--force packs again)")
+            note(
+                f"nothing is written: the model is already packed{how}, and headers and samples show that the packed "
+                "file was made from these weights (--force packs again)"
+            )
         _show_errors(each)
         print(each["file"])
 
@@ -179,17 +182,17 @@ def _as_they_are(checkpoint: Checkpoint, spec: LibrarySpec, dtype: str) -> Conte
     if contents is None:
         raise UnsupportedModelError(
             f"the experts in {checkpoint.place} are quantised and stored in a form that cannot be packed unchanged; "
-            "use the model without packing, or pack it with `precision` int4"
+            "use the model without packing, or pack it with `precision=int4`"
         )
     if contents.is_as_stored and dtype != "auto":
         raise _same_for_every(dtype, "a file of experts that are quantised")
     return contents
 
 
-def _same_for_every(dtype: str, what: str) -> ConfigError:
+def _same_for_every(dtype: str, file: str) -> ConfigError:
     return ConfigError(
-        f"`dtype` is {dtype}, and {what} does not depend on it: leave it out here, and give it to the command that "
-        "runs the model",
+        f"`dtype={dtype}` has no effect here, because {file} does not depend on the data type of the computation; "
+        "leave out `dtype`, and give it to the command that runs the model",
         setting="dtype",
         given=dtype,
         allowed="auto for quantised experts, and with `precision`",
@@ -260,19 +263,24 @@ def _good(checkpoint: Checkpoint, contents: Contents) -> Packed | None:
     None."""
     from smoe.cli.console import note, warn
     from smoe.cli.pack_check import find_damage
+    from smoe.models.packed import may_be_packed
 
     try:
         packed = checkpoint.packed(contents)
     except CheckpointError:
         path = contents.path(checkpoint.place)
-        note(f"{path} belongs to other weights or is truncated; if it is a packed file, it is written again")
+        if may_be_packed(path):  # otherwise `check_places` raises an error
+            note(
+                f"{path} is truncated, or was packed from other weights or by another version of smoe; smoe pack "
+                "writes it again"
+            )
         return None
     if packed is None or contents.calibration not in (None, packed.calibration):
         return None
     damaged = find_damage(packed, contents, "pack")
     if damaged:
         layers = f"layer{'s' if len(damaged) > 1 else ''} {', '.join(map(str, damaged))}"
-        warn(f"{packed.path} is damaged in {layers}: the whole file is written again")
+        warn(f"{packed.path} is damaged in {layers}; smoe pack writes the whole file again")
     return None if damaged else packed
 
 
@@ -286,7 +294,7 @@ def _write(
     experts = checkpoint.experts(spec)
     size = format_bytes(contents.experts * contents.stride)
     form = "as they are stored" if contents.is_as_stored else f"in {contents.name}"
-    note(f"{contents.experts} experts {form}, {size}, to {contents.path(checkpoint.place)}")
+    note(f"writing {contents.experts} experts {form}, {size}, to {contents.path(checkpoint.place)}")
     with progress("pack") as bars:
         task = bars.add_task("packing", total=contents.experts, amount="")
         first: list[int] = []
@@ -310,11 +318,14 @@ def _show_errors(found: dict[str, Any]) -> None:
     errors = [(each["layer"], each["relative_error"]) for each in found["layers"] if "relative_error" in each]
     if not errors:
         return
-    note(f"error of the weights in {found['contents']}, relative to their size (root mean square):")
+    note(
+        f"error of the weights in {found['contents']}, relative to the weights' size (root mean squares of both), by "
+        "layer:"
+    )
     for begin in range(0, len(errors), 6):
         note("  " + "   ".join(f"layer {layer:>2} {error:6.2%}" for layer, error in errors[begin : begin + 6]))
     if found["is_calibrated"]:
         note(
-            "calibrated: errors of the weights are larger so that errors of the outputs are smaller; smoe eval "
-            "measures these"
+            "calibration makes the errors of the weights larger, and the errors of the experts' outputs smaller; "
+            "smoe eval measures the quality"
         )

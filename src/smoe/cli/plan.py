@@ -73,9 +73,8 @@ def command(engine: MachineOptions, model: Model = "demo", json: Json = False, d
         _print(result)
         if config.max_sequences == 1 and result.ledger.resident_share < 1:
             note(
-                f"this plan is for one sequence at a time; smoe serve reserves memory for {SERVED_SEQUENCES}: to "
-                "plan for it, "
-                f"add --max-sequences {SERVED_SEQUENCES}"
+                f"this plan is for one sequence at a time; smoe serve reserves memory for {SERVED_SEQUENCES} "
+                f"sequences: to plan for smoe serve, add --max-sequences {SERVED_SEQUENCES}"
             )
         if result.outlook is not None:
             output().print(result.outlook.plainly(), soft_wrap=True, highlight=False)

@@ -13,13 +13,13 @@ from smoe.errors import ConfigError
 def check_plot(path: Path) -> None:
     """Raise `ConfigError` if the picture's file could not be written. Called before hours of measurements."""
     if path.suffix not in (".png", ".svg", ".pdf"):
-        raise _no_plot(path, "; it must end in .png, .svg or .pdf")
+        raise _no_plot(path, "its name must end in .png, .svg or .pdf")
     if not path.absolute().parent.is_dir():
-        raise _no_plot(path, f"; the folder {path.absolute().parent} does not exist: create it, or give another")
+        raise _no_plot(path, f"the folder {path.absolute().parent} does not exist: create it, or give another")
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise _no_plot(path, ", which cannot be written; give another file")
+        raise _no_plot(path, "it cannot be written; give another file")
     if not _can_draw():
-        raise _no_plot(path, ", and a plot needs matplotlib: pip install matplotlib, or leave --plot out")
+        raise _no_plot(path, "a plot needs matplotlib: run pip install matplotlib, or leave --plot out")
 
 
 def check_folder(path: Path, setting: str = "out") -> None:
@@ -49,9 +49,16 @@ def _can_draw() -> bool:
 
 def _no_folder(path: Path, why: str, setting: str) -> ConfigError:
     allowed = "a folder that can be written"
-    return ConfigError(f"`{setting}` is {str(path)!r}: {why}", setting=setting, given=str(path), allowed=allowed)
+    return ConfigError(
+        f"the folder for pictures, {str(path)!r} (`{setting}`), cannot be used: {why}",
+        setting=setting,
+        given=str(path),
+        allowed=allowed,
+    )
 
 
 def _no_plot(path: Path, why: str) -> ConfigError:
     allowed = "a file that can be written and ends in .png, .svg or .pdf"
-    return ConfigError(f"--plot is {str(path)!r}{why}", setting="plot", given=str(path), allowed=allowed)
+    return ConfigError(
+        f"the plot cannot be written to {str(path)!r} (`plot`): {why}", setting="plot", given=str(path), allowed=allowed
+    )

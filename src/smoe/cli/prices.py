@@ -126,7 +126,8 @@ def _measure(
         config = replace(substituting(options), alpha=max(thresholds))  # so that the router's rule is tested
     elif thresholds != [0.0]:
         raise ConfigError(
-            "--max-perplexity-increase and --tpot choose how each miss is resolved, without alpha; leave out --alphas",
+            "--max-perplexity-increase and --tpot choose how each miss is resolved, and use no alpha; leave out "
+            "--alphas",
             setting="alphas",
             given=",".join(map(str, thresholds)),
             allowed="0 with `max_perplexity_increase`",
@@ -218,8 +219,8 @@ def _fitting(asked: list[Question], tokenizer: Any, context_tokens: int) -> list
     if len(possible) < len(asked):
         left_out = len(asked) - len(possible)
         warn(
-            f"{left_out} of {len(asked)} questions are skipped: they leave no room for an answer in {context_tokens} "
-            "tokens"
+            f"{left_out} of {len(asked)} questions are skipped, because they leave no room for an answer in the "
+            f"context of {context_tokens} tokens; raise `context_tokens` to ask all questions"
         )
     return possible
 

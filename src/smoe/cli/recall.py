@@ -190,8 +190,8 @@ def _exact(engine: EngineOptions, needed: int) -> EngineConfig:
     config = engine.config()
     if config.lossy:
         raise ConfigError(
-            f"draft models are compared with an exact run, and these settings are lossy: {', '.join(config.lossy)}; "
-            "leave them out, and give the draft model's precision with --draft",
+            "draft models are compared with a lossless run, and these settings are lossy: "
+            f"{', '.join(config.lossy)}; leave these settings out, and give the draft model's precision with --draft",
             setting="recall",
             given=", ".join(config.lossy),
             allowed="exact settings with `recall`",
@@ -200,8 +200,8 @@ def _exact(engine: EngineOptions, needed: int) -> EngineConfig:
         return replace(config, context_tokens=needed)
     if config.context_tokens < needed:
         raise ConfigError(
-            f"`context_tokens` is {config.context_tokens}, and prompts and answers need {needed} tokens: raise it, or "
-            "lower `tokens` or `prompt_tokens`",
+            f"`context_tokens` is {config.context_tokens}, and prompts and answers need {needed} tokens: raise "
+            "`context_tokens`, or lower `tokens` or `prompt_tokens`",
             setting="context_tokens",
             given=config.context_tokens,
             allowed=f"at least {needed}",
@@ -281,16 +281,19 @@ def _check_room(model: str, revision: str | None, configs: dict[str, EngineConfi
             ) from error
         needs[name] = full_bytes(spec.demand(config))
     free, source = free_device_bytes(choose_device(next(iter(configs.values()))))
-    words = ", ".join(f"{name} {format_bytes(need)}" for name, need in needs.items())
+    sizes = ", ".join(f"{name} {format_bytes(need)}" for name, need in needs.items())
     if sum(needs.values()) > less_margin(free):
         raise ConfigError(
-            f"draft models are held in memory whole and need {words}; {format_bytes(less_margin(free))} are available "
+            f"draft models are held in memory whole and need {sizes}; {format_bytes(less_margin(free))} are available "
             f"({source} less a margin): give fewer with --draft, for example one at a time",
             setting="draft",
             given=",".join(configs),
             allowed="draft models that fit in free memory",
         )
-    note(f"draft models are held in memory whole, at most {words}; the model gets the budget given, or the rest")
+    note(
+        f"all draft models are loaded completely and take at most {sizes}; the model itself gets the given memory "
+        "budget, or without --memory the rest of the free memory"
+    )
 
 
 def _circumstances(model: str, text: Path | None, config: EngineConfig, spec: LibrarySpec) -> dict[str, Any]:
@@ -320,7 +323,7 @@ def _print(found: RecallComparison) -> None:
     for name, recall in found.predictors.items():
         table.add_row(name, "", "", *_shares(recall), "")
     errors().print(table)
-    note(f"{sum(found.tokens)} tokens after {_prompts(found)}\n{_LEGEND}")
+    note(f"{sum(found.tokens)} decoded tokens were compared, after {_prompts(found)}\n{_LEGEND}")
 
 
 def _shares(recall: Recall) -> list[str]:

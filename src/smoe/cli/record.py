@@ -89,7 +89,9 @@ def command(
     else:
         interrupted = "interrupted: the complete steps so far are stored; " if found["was_interrupted"] else ""
         sequences = "1 sequence" if found["sequences"] == 1 else f"{found['sequences']} sequences"
-        note(f"{interrupted}{found['steps']} steps, {sequences}, {format_bytes(found['bytes'])}")
+        note(
+            f"{interrupted}the trace has {found['steps']} steps of {sequences} and takes {format_bytes(found['bytes'])}"
+        )
         print(path)
     if found["was_interrupted"]:
         raise typer.Exit(exit_code())
@@ -117,7 +119,9 @@ def _destination(out: Path, model: str, force: bool) -> Path:
 
 def _no_place(out: Path, why: str) -> ConfigError:
     allowed = "a file in a folder that can be written"
-    return ConfigError(f"`out` is {str(out)!r}: {why}", setting="out", given=str(out), allowed=allowed)
+    return ConfigError(
+        f"the trace cannot be written to {str(out)!r} (`out`): {why}", setting="out", given=str(out), allowed=allowed
+    )
 
 
 def _prompts(given: list[str], files: list[Path], model: str) -> list[str]:
@@ -192,8 +196,8 @@ def _batches(tokenizer: Any, prompts: list[str], engine: Engine) -> list[Batch]:
     longest = max(batch.input_ids.shape[1] for batch in batches)
     if longest >= engine.context_tokens:
         raise ContextError(
-            f"a prompt has {longest} tokens, the context reserved in the budget is {engine.context_tokens}; "
-            "shorten it, or give more --context",
+            f"a prompt has {longest} tokens, and the memory budget has room for a context of "
+            f"{engine.context_tokens}; shorten the prompt, or give more --context",
             setting="context_tokens",
             given=engine.context_tokens,
             allowed=f"at least {longest + 1} for this prompt",
@@ -217,7 +221,10 @@ def _cut(tokenizer: Any, texts: list[str], tokens: int, context: int) -> list[li
     for number, text in enumerate(texts, start=1):
         ids = tokenizer(text)["input_ids"]
         if min(len(ids), tokens) > context:
-            warn(f"document {number} has {len(ids)} tokens; it is cut at the context of {context} (see --context)")
+            warn(
+                f"document {number} has {len(ids)} tokens; only its first {context} tokens, which fill the context, "
+                "are used (see --context)"
+            )
         documents.append(ids[: min(context, tokens)])
         tokens -= len(documents[-1])
         if tokens < 1:
@@ -249,7 +256,10 @@ def _generate(model: Any, tokenizer: Any, batches: list[Batch], sampling: Sampli
         recorder.first_sequence = recorder.sequences
         room = context - batch.input_ids.shape[1]
         if room < sampling.max_new_tokens:
-            warn(f"at most {room} new tokens instead of {sampling.max_new_tokens}: the context has no room for more")
+            warn(
+                f"at most {room} new tokens are generated instead of {sampling.max_new_tokens}: the context has no "
+                "room for more tokens (see --context)"
+            )
         try:
             continue_batch(model, tokenizer, batch, sampling)
         except KeyboardInterrupt:

@@ -162,7 +162,7 @@ def _check(slots: int | None, resident: str | None, eviction: str, alpha: float,
             f"--eviction {eviction} needs the model's own future choices, which --alpha changes; leave out one of "
             "the two"
         )
-        raise ConfigError(message, setting="alpha", given=alpha, allowed=f"0 with `eviction` {eviction}")
+        raise ConfigError(message, setting="alpha", given=alpha, allowed=f"0 with `eviction={eviction}`")
 
 
 def _check_clock(clock: ClockOptions, pools: str) -> None:
@@ -272,7 +272,7 @@ def _slots(header: TraceHeader, slots: int | None, resident: str | None, pools: 
     if room < least:
         why = f"the model uses {max(layer.top_k for layer in header.layers)} of a layer for every token"
         each = f", and --pools layer requires that for each of {len(header.layers)} layers" if pools == "layer" else ""
-        message = f"`{setting}` {given}: a cache of {room} experts is too small: {why}{each}; give {allowed}"
+        message = f"`{setting}={given}`: a cache of {room} experts is too small: {why}{each}; give {allowed}"
     else:
         message = f"`{setting}` is {given}; the model has {header.experts} experts: give {allowed}"
     raise ConfigError(message, setting=setting, given=given if slots is None else slots, allowed=allowed)
@@ -320,6 +320,6 @@ def _place_of(header: TraceHeader, setting: str, value: str) -> Path:
 
     place = local_place(header.model)
     if place is None:
-        message = f"`{setting}` {value} needs the recorded model, {header.model}, which is not on this machine"
+        message = f"`{setting}={value}` needs the recorded model, {header.model}, which is not on this machine"
         raise ConfigError(message, setting=setting, given=value, allowed="for traces of models on this machine")
     return place

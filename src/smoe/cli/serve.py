@@ -217,7 +217,8 @@ class ServerOptions:
             return self.api_key
         if self.api_key is not None:
             raise ConfigError(
-                "`api_key` and `api_key_file` exclude each other; leave one out (SMOE_API_KEY gives the first)",
+                "`api_key` and `api_key_file` exclude each other; leave out one of the two (the environment "
+                "variable SMOE_API_KEY also gives `api_key`)",
                 setting="api_key_file",
                 given=str(self.api_key_file),
                 allowed="none with `api_key`",
@@ -226,7 +227,7 @@ class ServerOptions:
             return self.api_key_file.read_text(encoding="utf8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"`api_key_file` {self.api_key_file} cannot be read: {getattr(error, 'strerror', None) or error}",
+                f"`api_key_file={self.api_key_file}` cannot be read: {getattr(error, 'strerror', None) or error}",
                 setting="api_key_file",
                 given=str(self.api_key_file),
                 allowed="a file of text whose one line is the key",
@@ -293,8 +294,8 @@ def _serve(
         serving = Serving(ready, load_tokenizer(model, engine.revision, template), name, config)
         if not serving.prompts.has_template:
             note(
-                "this model has no chat template: it serves /v1/completions and refuses conversations; give a "
-                "template with --chat-template FILE"
+                "this model has no chat template: the server answers requests to /v1/completions, and refuses "
+                "requests with a conversation; give a template with --chat-template FILE"
             )
         first_pass(ready, serving.tokenizer)
         listener = Server(serving, print_note, warned)
@@ -327,7 +328,10 @@ def _with_libraries(model: str, settings: EngineConfig, note: Callable[[str], No
             smaller = replace(settings, context_tokens=context)
             with suppress(BudgetError, ConfigError):  # the model may have fewer positions
                 import_libraries(model, smaller)
-                note(f"the default context does not fit in this budget; each text has {context} tokens (--context)")
+                note(
+                    f"the default context does not fit in this memory budget; the context of each text is {context} "
+                    "tokens instead (see --context)"
+                )
                 return smaller
         raise
 
@@ -339,7 +343,7 @@ def _tell_where(bound_socket: socket.socket, serving: Serving, as_json: bool) ->
     addresses, config = [f"{address}/v1" for address in addresses_of(bound_socket)], serving.config
     note(f"serving {serving.name} at {' and '.join(addresses)} (Ctrl-C ends it)", is_asked=True)
     if config.no_auth and not config.is_local:
-        note("every client that can reach this address is answered: no key is required (--no-auth)", is_asked=True)
+        note("every client that can reach these addresses is answered: no key is required (--no-auth)", is_asked=True)
     if as_json:
         print_json(
             {

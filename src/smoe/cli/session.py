@@ -64,10 +64,10 @@ def loaded(
         for name, why in engine.reasons.items():
             value = in_words(getattr(engine.config, name))
             _log.info("%s %s, %s", name, value, why)
-            note(f"{name.replace('_', ' ')} {value}, {why}")
+            note(f"{name.replace('_', ' ')}={value} is used: {why}")
         if engine.executor.compute.others is not None:
             came = [each["name"] for each in engine.executor.compute.others.described() if each["state"] == "ready"]
-            note(f"workers: {', '.join(came) or 'none yet'}")
+            note(f"connected workers: {', '.join(came) or 'none yet'}")
             if is_apart(engine.config):
                 _note_draft(engine.executor.compute.others.draft)
         with present_objects_excluded():
@@ -82,8 +82,8 @@ def _note_draft(report: dict[str, Any] | None) -> None:
     """Print whether a cluster's draft model is connected."""
     if report is None:
         warn(
-            "no draft model has connected, so workers do not prefetch yet; start one (smoe cluster join --draft), "
-            "or run it here (--set draft_on=coordinator)"
+            "no draft model has connected, so workers do not prefetch yet; start a draft model (smoe cluster join "
+            "--draft), or run it on this machine (--set draft_on=coordinator)"
         )
     elif report["state"] == "ready":
         note(f"draft model: {report['name']}, in {report['precision']}")

@@ -76,8 +76,8 @@ def command(
     else:
         _print(found)
         for name, why in found.curves.left_out.items() if found.curves else ():
-            note(f"{name} is not among the curves: {why}")
-        note(f"{len(files)} pictures in {out}: {', '.join(path.name for path in files.values())}")
+            note(f"the curve {name} is not drawn: {why}")
+        note(f"{len(files)} pictures are written to {out}: {', '.join(path.name for path in files.values())}")
     for text in _remarks(found, out, format, set(files)):
         warn(text)
 

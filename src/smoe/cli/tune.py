@@ -140,7 +140,7 @@ def _measure_what_is_asked(model: str, engine: EngineOptions, tuned: TuneOptions
         for name, of in (("trace", tuned.trace), ("held_out", tuned.held_out)):
             if of:
                 raise ConfigError.idle(
-                    name, str(of[0]), f"`predictor` {EXPERT_MLP}, or another that is fitted on traces"
+                    name, str(of[0]), f"`predictor={EXPERT_MLP}`, or another that is fitted on traces"
                 )
         tune_corrected_gates(model, engine, tuned.text, tuned.tokens or LEARNED_TOKENS, json)
     elif measurement == "predictor":
@@ -196,12 +196,12 @@ def _price(
     folder = fetch(model, engine.revision)
     path = keeping.keep(lambda: priced.store(folder))
     if path is not None:
-        note(f"stored for --preset smoe in {path}")
+        note(f"this alpha is stored for --preset smoe in {path}")
     before, after = prices[0].quality.median_seconds, chosen.quality.median_seconds
     if priced.alpha > 0 and after >= before:
         note(
-            f"but it saves no time here: {format_seconds(after)} a token, {format_seconds(before)} without; with "
-            "small experts, or all in memory, there is no time to save"
+            f"this alpha saves no time on this machine: a token takes {format_seconds(after)} with it, and "
+            f"{format_seconds(before)} without; if experts are small, or all in memory, there is no time to save"
         )
     if as_json:
         print_json(circumstances | priced.as_json() | {"prices": [price.as_json() for price in prices]})
@@ -230,7 +230,7 @@ def _tune(
         tuning = _measure(ready, model, ids)
         path = keeping.keep(lambda: store(tuning))
         if path is not None:
-            note(f"stored for smoe generate --tpot in {path}")
+            note(f"the measured times are stored for smoe generate --tpot in {path}")
         if not as_json:
             _print_table(tuning)
         if tuning.bytes_per_second is not None:

@@ -37,9 +37,9 @@ def tune_cache(
     result = FittedWeights(found.weights, found.resident_share, found.decode_steps)
     path = keeping.keep(lambda: result.store(fetch(model, engine.revision)))
     if path is not None:
-        note(f"stored for --eviction multidimensional in {path}")
+        note(f"the weights are stored for --eviction multidimensional in {path}")
     if found.held_out is None:
-        note("the weights are untested on other text: give traces of other text with --held-out")
+        note("the weights are not tested on other text; to test them, give traces of other text with --held-out")
     if as_json:
         print_json({"model": model, "traces": [*map(str, fitted)], "held_out": [*map(str, held_out)]} | found.as_json())
         return

@@ -27,7 +27,7 @@ def tune_corrected_gates(model: str, engine: EngineOptions, text: Path | None, t
     result = LearnedCorrections(found.corrections, found.tokens, "the demo's stories" if text is None else text.name)
     path = keeping.keep(lambda: remember(fetch(model, engine.revision), result))
     if path is not None:
-        note(f"stored for --prefetch corrected-gates in {path}")
+        note(f"the corrections are stored for --prefetch corrected-gates in {path}")
     if as_json:
         judged = [each._asdict() for each in found.judged]
         rest = {"tokens": result.tokens, "text": result.text, "seconds_per_layer": found.seconds_per_layer}

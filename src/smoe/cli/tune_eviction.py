@@ -29,9 +29,9 @@ def tune_eviction(
         found = tuning.tune_eviction(model, engine.config(), engine.revision, traces, held_out, passes, tick)
     path = keeping.keep(lambda: remember(fetch(model, engine.revision), found.trained))
     if path is not None:
-        note(f"stored for --eviction learned in {path}")
+        note(f"the trained policy is stored for --eviction learned in {path}")
     if found.held_out is None:
-        note("it is untested on other text: give traces of other text with --held-out")
+        note("the trained policy is not tested on other text; to test it, give traces of other text with --held-out")
     if as_json:
         print_json({"model": model, "traces": [*map(str, traces)], "held_out": [*map(str, held_out)]} | found.as_json())
         return

@@ -117,7 +117,8 @@ class TuneOptions:
         if len(asked) > 1 and not {*asked[1:]} <= {"prefetch", "eviction"} & {*_LOOKED_AT[asked[0]]}:
             one, other = (_option(name) for name in asked[:2])
             raise ConfigError(
-                f"{one} and {other} are two measurements; give one of them",
+                f"{one} and {other} are two different measurements, and a command makes one measurement; leave out "
+                f"{one} or {other}",
                 setting=asked[1],
                 given=str(given[asked[1]]),
                 allowed=f"only without `{asked[0]}`",

@@ -40,9 +40,8 @@ def tune_policies(model: str, engine: EngineOptions, text: Path | None, tokens: 
     kinds = [kind for kind in CHOICES if getattr(engine, kind) == "auto"]
     if engine.prefetch not in (None, "auto", "none"):
         raise ConfigError(
-            "evictions are compared without prefetch, so `prefetch` cannot be set; leave it out, or give auto to "
-            "compare "
-            "predictors, too",
+            "eviction policies are compared without prefetch, so `prefetch` cannot be set; leave out `prefetch`, or "
+            "give `prefetch=auto` to compare predictors as well",
             setting="prefetch",
             given=engine.prefetch,
             allowed="auto or none in a tournament",
@@ -67,8 +66,9 @@ def tune_policies(model: str, engine: EngineOptions, text: Path | None, tokens: 
         path = keeping.keep(lambda kind=each.kind, won=won: remember(folder, kind, won))  # type: ignore[misc]
         if path is not None:
             note(
-                f"stored for {model} in {path}: --{each.kind} auto {'stays' if each.stays else 'is now'} "
-                f"{each.winner.name} where about {share:.0%} of the experts are resident"
+                f"the winner is stored for {model} in {path}: --{each.kind} auto "
+                f"{'stays' if each.stays else 'is now'} {each.winner.name} where about {share:.0%} of the experts "
+                "are resident"
             )
     if as_json:
         results = {each.kind: each.as_json() for each in found}

@@ -56,8 +56,8 @@ def tune_predictor(
     with _recorded(model, engine, traces, text, tokens) as recorded, progress("tune", "epochs") as bars:
         if name == EXPERT_MLP:
             note(
-                f"training passes {LEAST_EPOCHS} to {MOST_EPOCHS} times over the text; an interrupt loses the pass in "
-                "progress; the same command continues"
+                f"training reads the whole text {LEAST_EPOCHS} to {MOST_EPOCHS} times (epochs); an interrupt loses "
+                "only the epoch in progress, and the same command continues after the last complete epoch"
             )
         task = bars.add_task("training", total=MOST_EPOCHS, amount="", visible=name == EXPERT_MLP)
         judging = bars.add_task("judging", total=len(fitted_names()), amount="", visible=bool(held_out))
@@ -73,9 +73,9 @@ def tune_predictor(
         )
     path = keeping.keep(lambda: remember(place, found.fitted))
     if path is not None:
-        note(f"stored for --prefetch {name} in {path}")
+        note(f"the predictor is stored for --prefetch {name} in {path}")
     if not held_out:
-        note("it is untested on other text: give traces of other text with --held-out")
+        note("the predictor is not tested on other text; to test it, give traces of other text with --held-out")
     if as_json:
         print_json({"model": model, "traces": [*map(str, traces)], "held_out": [*map(str, held_out)]} | found.as_json())
     else:
@@ -106,8 +106,8 @@ class _Course:
             one = (monotonic() - began) / max(1, epochs - before)
             least, most = (format_remaining(one * max(0, end - epochs)) for end in (LEAST_EPOCHS, MOST_EPOCHS))
             note(
-                f"training takes {least} to {most} more, by its first pass; it ends when held-out text no longer "
-                "improves"
+                f"training will take {least} to {most} more, estimated from its first epoch; it ends when the "
+                "predictions for held-out text no longer improve"
             )
             self._is_printed = True
 

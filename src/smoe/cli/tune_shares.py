@@ -34,7 +34,7 @@ def tune_shares(
     thresholds = found.thresholds(wanted)
     path = keeping.keep(lambda: found.store(fetch(model, engine.revision)))
     if path is not None:
-        note(f"stored for --precision-shares and --preset hobbit in {path}")
+        note(f"the profile is stored for --precision-shares and --preset hobbit in {path}")
     if as_json:
         chosen = {"low_threshold": thresholds.low, "skip_threshold": thresholds.skip}
         print_json({"model": model, "precision_shares": list(wanted)} | chosen | found.as_json())

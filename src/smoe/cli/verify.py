@@ -90,17 +90,16 @@ def _verify(model: str, engine: EngineOptions, tokens: int, seed: int, is_quiet:
     config = engine.config()
     if config.alpha > 0:
         raise ConfigError(
-            f"alpha is {config.alpha:g}, with which experts are replaced, and smoe verify can only check the exact "
-            "model: "
-            "leave out --alpha, and use --preset smoe-exact instead of smoe",
+            f"--alpha {config.alpha:g} replaces experts, and smoe verify can only check the lossless model: leave "
+            "out --alpha, and use --preset smoe-exact instead of smoe",
             setting="alpha",
             given=config.alpha,
             allowed="0 for smoe verify",
         )
     if config.activations == INT8:
         raise ConfigError(
-            f"`activations` {config.activations} rounds numbers that the library does not round, and smoe verify "
-            "checks the exact model: leave it out; smoe eval measures its quality cost",
+            f"`activations={config.activations}` rounds numbers that the library does not round, and smoe verify "
+            "checks the lossless model: leave out `activations`; smoe eval measures its quality cost",
             setting="activations",
             given=config.activations,
             allowed=f"{BF16} for smoe verify",
@@ -149,7 +148,8 @@ def _check_pack(model: str, precision: str, revision: str | None, reference: Ref
     if damaged:
         layers = ", ".join(map(str, damaged))
         raise CheckpointError(
-            f"{packed.path} differs from what smoe pack wrote, in layers {layers}; run smoe pack again"
+            f"{packed.path} is damaged: in layers {layers} it no longer has the bytes that smoe pack wrote; run smoe "
+            "pack again"
         )
 
 

@@ -73,16 +73,22 @@ def experts(description: Description) -> list[Any]:
 def parse_experts(frame: Frame) -> Description:
     """Parse an EXPERTS message. Raises `FrameError` for an invalid one."""
     if len(frame.body) != 2 or any(len(memoryview(part)) > MOST_BYTES for part in frame.body):
-        raise FrameError("not a description of experts")
+        raise FrameError(
+            "an EXPERTS message must have two parts, the description of the experts and the table of the "
+            f"activation, of at most {MOST_BYTES} bytes each"
+        )
     words, table = (bytes(part) for part in frame.body)
     try:
         fields = json.loads(words)
         layers = tuple(_layer(each) for each in fields["layers"])
         weights, hidden, inner = fields["weights"], _size(fields["hidden"]), _size(fields["inner"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise FrameError(f"an invalid description: {error}") from error
+        raise FrameError(f"the description of the experts in an EXPERTS message is invalid: {error}") from error
     if not isinstance(weights, str) or not layers or len(table) != 2 * _VALUES:
-        raise FrameError("an invalid description")
+        raise FrameError(
+            "the description of the experts in an EXPERTS message lacks the checksum, the layers or values of the "
+            "activation"
+        )
     return Description(weights, hidden, inner, layers, np.frombuffer(table, "<u2"))
 
 
@@ -105,7 +111,7 @@ def _keys(fields: Any) -> tuple[str, ...]:
         or not 1 <= len(fields) <= _MOST_PIECES
         or not all(isinstance(k, str) for k in fields)
     ):
-        raise ValueError("not a list of tensor names")
+        raise ValueError(f"{fields!r:.40} is not a list of 1 to {_MOST_PIECES} tensor names")
     return tuple(fields)
 
 

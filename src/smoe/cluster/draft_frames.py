@@ -76,7 +76,7 @@ def parse_follow(frame: Frame) -> Follow | None:
         return None
     found = _table(frame, 1, 2, parts=1)
     if len(found) != 1:
-        raise FrameError("more than one token")
+        raise FrameError("a FOLLOW message has more than one token")
     position, token = found[0]
     return Follow(frame.request, position, token)
 
@@ -92,7 +92,10 @@ def parse_keys(frame: Frame, position_bytes: int, capacity: int) -> Keys:
     found, rows = _table(frame, 1, 2, parts=2), frame.body[-1]
     begin, end = found[0] if len(found) == 1 else (0, 0)
     if not begin < end <= capacity or len(memoryview(rows)) != (end - begin) * position_bytes:
-        raise FrameError("keys and values of the wrong size")
+        raise FrameError(
+            f"a KEYS message for positions {begin} to {end} has {len(memoryview(rows))} bytes of keys and values; "
+            f"{position_bytes} bytes are needed for each position, and the last position must be at most {capacity}"
+        )
     return Keys(frame.request, begin, end, rows)
 
 
@@ -117,12 +120,15 @@ def parse_expected(frame: Frame, experts: Mapping[int, int], named: Mapping[int,
     heads = _table(frame, 1, 4, parts=2)
     every = [n for (n,) in _table(frame, 2, 1, parts=2)]
     if not 0 < len(heads) <= MOST_PREDICTIONS or sum(count for *_, count in heads) != len(every):
-        raise FrameError("wrong number of experts")
+        raise FrameError("the number of experts in a draft model's message differs from its list of predictions")
     predictions, at = [], 0
     for position, token, layer, count in heads:
         of_layer = tuple(every[at : at + count])
         if count != named.get(layer) or len(set(of_layer)) != count or max(of_layer) >= experts[layer]:
-            raise FrameError(f"invalid experts {of_layer} of layer {layer}")
+            raise FrameError(
+                f"the draft model's message predicts the experts {of_layer} for layer {layer}; the layer has no such "
+                "experts, or their number is wrong, or one is named twice"
+            )
         predictions.append(ExpectedExperts(position, token, layer, of_layer))
         at += count
     return predictions
@@ -134,8 +140,8 @@ def _numbers(rows: Sequence[Sequence[int]]) -> bytes:
 
 def _table(frame: Frame, part: int, columns: int, parts: int) -> list[tuple[int, ...]]:
     if len(frame.body) != parts:
-        raise FrameError(f"wrong number of parts: {len(frame.body)}")
+        raise FrameError(f"a {frame.kind.name} message has {len(frame.body)} parts instead of {parts}")
     found = frame.body[part - 1]
     if len(memoryview(found)) % (4 * columns):
-        raise FrameError("a truncated table")
+        raise FrameError("a message has a truncated table")
     return [tuple(row) for row in np.frombuffer(found, _WHOLE).reshape(-1, columns).tolist()]

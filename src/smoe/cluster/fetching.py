@@ -137,7 +137,7 @@ class Fetcher:
                 self._answer(frames.parse([part.buffer for part in parts]))
             except FrameError as error:
                 raise ClusterError(
-                    f"the coordinator sent an invalid message ({error}); nothing of it is stored"
+                    f"the coordinator sent an invalid message, and nothing of that message is stored: {error}"
                 ) from error
         now = self._clock()
         if self._is_in and now - self._received_at > _SILENCE_SECONDS:
@@ -262,7 +262,8 @@ class Fetcher:
                 self._damaged[file, lost] = self._damaged.get((file, lost), 0) + 1
                 if self._damaged[file, lost] >= MOST_DAMAGED:
                     raise ClusterError(
-                        f"{self._folder} returns other bytes than were written to it; give another folder"
+                        f"the folder {self._folder} returns other bytes than were written to it, so its disk is "
+                        "unreliable; give a folder on another disk (`fetch`)"
                     )
                 self._chunks.append((file, lost))
         self._received_at = self._clock()

@@ -125,16 +125,19 @@ def parse_manifest(frame: Frame) -> Manifest:
     try:
         listed = json.loads(bytes(text))
     except (ValueError, RecursionError) as error:
-        raise FrameError("not JSON") from error
+        raise FrameError("the coordinator's list of files is not JSON") from error
     if not isinstance(listed, list) or not 1 <= len(listed) <= _MOST_FILES:
-        raise FrameError("a manifest without files, or with too many")
+        raise FrameError(f"the coordinator's list of files is empty, or has more than {_MOST_FILES} files")
     for entry in listed:
         _check_entry(entry)
     if len({entry[0].casefold() for entry in listed}) < len(listed):
-        raise FrameError("two files of one name")
+        raise FrameError("the coordinator's list of files has two files of the same name")
     chunks = [-(-entry[1] // CHUNK_BYTES) for entry in listed]
     if len(memoryview(sums)) != SUM_BYTES * sum(chunks):
-        raise FrameError("another number of checksums than of chunks")
+        raise FrameError(
+            f"the coordinator's list of files has {len(memoryview(sums))} bytes of checksums; "
+            f"{SUM_BYTES * sum(chunks)} bytes are needed for its {sum(chunks)} chunks"
+        )
     files, begin, all_sums = [], 0, bytes(sums)
     for (name, nbytes, digest), count in zip(listed, chunks, strict=True):
         end = begin + SUM_BYTES * count
@@ -145,14 +148,19 @@ def parse_manifest(frame: Frame) -> Manifest:
 
 def _check_entry(entry: object) -> None:
     if not isinstance(entry, list) or len(entry) != 3:
-        raise FrameError("an entry of the wrong form")
+        raise FrameError(
+            "every entry in the coordinator's list of files must be [name, bytes, checksum]; one entry is "
+            f"{entry!r:.80}"
+        )
     name, nbytes, digest = entry
     if not is_file_name(name):
-        raise FrameError(f"a file named {name!r:.80}, which is not a file of a model")
+        raise FrameError(
+            f"the coordinator's list of files has a file named {name!r:.80}, which is not a name of a model's file"
+        )
     if type(nbytes) is not int or not 1 <= nbytes <= _MOST_FILE_BYTES:
-        raise FrameError(f"a file of {nbytes!r:.40} bytes")
+        raise FrameError(f"the coordinator's list of files has a file of {nbytes!r:.40} bytes, which is impossible")
     if not isinstance(digest, str) or not _SUM.fullmatch(digest):
-        raise FrameError("not a checksum")
+        raise FrameError(f"the coordinator's list of files has {digest!r:.40} instead of a checksum")
 
 
 def ask(place: PiecePosition) -> list[Any]:
@@ -170,7 +178,7 @@ def parse_place(frame: Frame, sent: Manifest) -> PiecePosition:
     exist."""
     place = PiecePosition(frame.request >> _PIECE_BITS, frame.request & (1 << _PIECE_BITS) - 1)
     if place.file >= len(sent.files) or place.piece >= sent.files[place.file].pieces:
-        raise FrameError(f"no piece {place.piece} of file {place.file}")
+        raise FrameError(f"a worker requested piece {place.piece} of file {place.file}, and there is no such piece")
     return place
 
 

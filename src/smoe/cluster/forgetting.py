@@ -100,7 +100,7 @@ def _refuse_in_use(name: str) -> None:
     ):
         if process is not None:
             raise ClusterError(
-                f"the cluster {name!r} is in use: process {process} {what}; end that first",
+                f"the cluster {name!r} is in use: process {process} {what}; end that process first",
                 setting="name",
                 given=name,
                 allowed="a cluster that is not in use",

@@ -168,12 +168,17 @@ class DoneFrame(NamedTuple):
 def parse(parts: Sequence[Any]) -> Frame:
     """Return a received message with its header parsed. Raises `FrameError` for an invalid header."""
     if not parts or len(parts) > 4 or len(memoryview(parts[0])) != _HEADER.size:
-        raise FrameError("no header")
+        raise FrameError("a received message has no header")
     magic, version, kind, dtype, request, rows = _HEADER.unpack(bytes(parts[0]))
     if magic != _MAGIC or version != VERSION:
-        raise FrameError(f"magic {magic!r}, version {version}, where {_MAGIC!r}, version {VERSION} is expected")
+        raise FrameError(
+            f"a received message begins with {magic!r} and version {version} instead of {_MAGIC!r} and version "
+            f"{VERSION}; all machines of a cluster need the same version of smoe"
+        )
     if kind not in set(FrameKind) or dtype >= len(EXPERT_DTYPES):
-        raise FrameError(f"kind {kind} or dtype {dtype} is unknown")
+        raise FrameError(
+            f"a received message has kind {kind} and data type {dtype}, which this version of smoe does not know"
+        )
     return Frame(FrameKind(kind), request, rows, EXPERT_DTYPES[dtype], parts[1:])
 
 
@@ -185,13 +190,13 @@ def talk(kind: FrameKind, fields_of: dict[str, Any], request: int = 0) -> list[A
 def fields_of(frame: Frame) -> dict[str, Any]:
     """Return the JSON object of a message. Raises `FrameError` for an invalid one."""
     if len(frame.body) != 1 or len(memoryview(frame.body[0])) > _MOST_TALK:
-        raise FrameError("not a text message")
+        raise FrameError("a message that should be a text has another number of parts")
     try:
         found = json.loads(bytes(frame.body[0]))
     except (ValueError, RecursionError) as error:
-        raise FrameError("not JSON") from error
+        raise FrameError("a message that should be JSON is not") from error
     if not isinstance(found, dict):
-        raise FrameError("not a JSON object")
+        raise FrameError("a message that should be a JSON object is not")
     return found
 
 
@@ -213,17 +218,20 @@ def parse_work(frame: Frame, experts: Mapping[int, int], hidden: int, as_bits: b
     asks_part, tokens_part, rows_part = _parts(frame, 3)
     asks, tokens = _whole_numbers(asks_part, 3), _whole_numbers(tokens_part, 1)[:, 0]
     if len(memoryview(rows_part)) != frame.rows * hidden * ITEM_BYTES[frame.dtype]:
-        raise FrameError("rows of the wrong size")
+        raise FrameError("the rows of a message have another number of bytes than its header says")
     if not len(asks) or int(asks[:, 2].sum()) != len(tokens) or (len(tokens) and int(tokens.max()) >= frame.rows):
-        raise FrameError("token numbers out of range")
+        raise FrameError(f"the token numbers in a WORK message do not match its experts or its {frame.rows} rows")
     wanted, begin = [], 0
     for layer, expert, count in asks.tolist():
         if expert >= experts.get(layer, 0) or not count:
-            raise FrameError(f"no expert {expert} of layer {layer}")
+            raise FrameError(
+                f"a WORK message requests expert {expert} of layer {layer} for {count} tokens; that layer has "
+                f"{experts.get(layer, 0)} experts"
+            )
         wanted.append(ExpertTask((layer, expert, EXACT), tokens[begin : begin + count].tolist()))
         begin += count
     if as_bits and frame.dtype != "BF16":
-        raise FrameError(f"rows in {frame.dtype}")
+        raise FrameError(f"the rows of a WORK message are in {frame.dtype} instead of BF16")
     return WorkFrame(wanted, _bits_of(rows_part, hidden) if as_bits else _rows_of(rows_part, frame.dtype, hidden))
 
 
@@ -239,12 +247,15 @@ def parse_done(frame: Frame, rows: int, hidden: int, dtype: torch.dtype) -> Done
     message."""
     times_part, rows_part = _parts(frame, 2)
     if frame.rows != rows or frame.dtype != _name_of_dtype(dtype) or len(memoryview(times_part)) != 32:
-        raise FrameError("results of the wrong shape")
+        raise FrameError(
+            f"a DONE message has {frame.rows} rows of {frame.dtype} and {len(memoryview(times_part))} bytes of "
+            f"times; it must have {rows} rows of {_name_of_dtype(dtype)} and 32 bytes of times"
+        )
     if len(memoryview(rows_part)) != rows * hidden * dtype.itemsize:
-        raise FrameError("rows of the wrong size")
+        raise FrameError("the rows of a message have another number of bytes than its header says")
     whole, computing, loading, loads = np.frombuffer(times_part, np.float64).tolist()
     if not (0 <= computing <= whole < 1e6 and 0 <= loading < 1e6 and 0 <= loads <= rows):  # NaN too
-        raise FrameError("impossible times")
+        raise FrameError("a DONE message has impossible times")
     return DoneFrame(Times(whole, computing, loading, int(loads)), _rows_of(rows_part, frame.dtype, hidden))
 
 
@@ -258,7 +269,7 @@ def parse_fetch(frame: Frame, experts: Mapping[int, int]) -> list[ExpertKey]:
     (part,) = _parts(frame, 1)
     found = _whole_numbers(part, 2).tolist()
     if any(expert >= experts.get(layer, 0) for layer, expert in found):
-        raise FrameError("expert numbers out of range")
+        raise FrameError("a FETCH message names an expert that the model does not have")
     return [(layer, expert, EXACT) for layer, expert in found]
 
 
@@ -284,13 +295,13 @@ def _header(kind: FrameKind, request: int, rows: int = 0, dtype: str = EXPERT_DT
 
 def _parts(frame: Frame, count: int) -> Sequence[Any]:
     if len(frame.body) != count:
-        raise FrameError(f"wrong number of parts: {len(frame.body)}")
+        raise FrameError(f"a {frame.kind.name} message has {len(frame.body)} parts instead of {count}")
     return frame.body
 
 
 def _whole_numbers(part: Any, columns: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
     if len(memoryview(part)) % (4 * columns):
-        raise FrameError("a truncated table")
+        raise FrameError("a message has a truncated table")
     return np.frombuffer(part, _WHOLE).reshape(-1, columns)
 
 

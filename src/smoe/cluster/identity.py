@@ -167,7 +167,7 @@ def read_coordinator(name: str, setting: str = "cluster") -> Coordinator:
         known = clusters()
         here = f"; there are: {', '.join(known)}" if known else ""
         raise ClusterError(
-            f"there is no cluster {name!r} on this machine{here}; start one with smoe cluster up",
+            f"there is no cluster {name!r} on this machine{here}; create it with smoe cluster up",
             setting=setting,
             given=name,
             allowed=", ".join(known) or "none yet",
@@ -294,9 +294,14 @@ def _read(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise ClusterError(f"{path} cannot be read ({error}); delete its folder and start again") from error
+        raise ClusterError(
+            f"{path} cannot be read ({error}); delete the folder of this file, then create the cluster or join it again"
+        ) from error
     if not isinstance(stored, dict) or stored.pop("format", None) != _FORMAT:
-        raise ClusterError(f"{path} was written by another version of smoe; delete its folder and start again")
+        raise ClusterError(
+            f"{path} was written by another version of smoe; delete the folder of this file, then create the cluster "
+            "or join it again"
+        )
     return stored
 
 

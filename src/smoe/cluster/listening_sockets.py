@@ -91,8 +91,9 @@ class ListeningSockets:
         except zmq.ZMQError as error:
             self.close()
             raise ClusterError(
-                f"cannot listen at {address.address} ({error}); another smoe may be the coordinator of this cluster, "
-                "or the address is not this machine's: end the other one, or choose another address",
+                f"cannot listen at {address.address} ({error}); another process of smoe may be the coordinator of "
+                "this cluster, or the address belongs to another machine: end that process, or choose another "
+                "address (`address`)",
                 setting="address",
                 given=address.address,
                 allowed="an address of this machine that is free",

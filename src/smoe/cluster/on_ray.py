@@ -133,8 +133,8 @@ def join_ray(address: str, is_open_allowed: bool, shows_logs: bool) -> Any:
     """
     if address == "local" or "://" in address:  # for Ray: start one; or be no node of it
         raise ClusterError(
-            f"`ray` is {address!r:.80}; it must be a running Ray cluster with this machine as a node: give HOST:PORT "
-            "of its head, or auto",
+            f"`ray` is {address!r:.80}, which is not a running Ray cluster with this machine as a node; give "
+            "HOST:PORT of the cluster's head, or auto",
             setting="ray",
             given=address,
             allowed=_ADDRESSES,
@@ -196,7 +196,7 @@ def _answers(address: str, mode: str) -> bool:
 
 def _no_cluster(address: str, why: str) -> ClusterError:
     return ClusterError(
-        f"the Ray cluster at `ray` {address} cannot be joined ({_last_line(why)}); is this machine a node of it (ray "
+        f"the Ray cluster at `ray={address}` cannot be joined ({_last_line(why)}); is this machine a node of it (ray "
         "start)?",
         setting="ray",
         given=address,
@@ -385,8 +385,8 @@ def _places(ray: Any, count: int, nodes: int) -> Any:
         remove_placement_group(group)
         free = ray.available_resources().get("CPU", 0)
         raise ClusterError(
-            f"Ray has no room for {count} workers of one CPU each on {nodes} nodes ({free:g} CPUs are free): take "
-            "fewer (`workers`), or add CPUs to its nodes (ray start)",
+            f"Ray has no room for {count} workers of one CPU each on {nodes} nodes ({free:g} CPUs are free): request "
+            "fewer workers (`workers`), or add CPUs to the nodes (ray start)",
             setting="workers",
             given=count,
             allowed=f"{free:g} now",

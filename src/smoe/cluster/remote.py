@@ -106,7 +106,8 @@ class Cluster(Admission):
         self._arithmetic = arithmetic
         if not self._alone.compute_by(arithmetic):
             raise ClusterError(
-                f"the coordinator's own experts cannot be computed by `kernels` {arithmetic}; please report this"
+                f"the coordinator's own experts cannot be computed by `kernels={arithmetic}`; this is a bug in smoe, "
+                "please report it"
             )
         self._proofs = list(self._make_proofs())
         keys, rescue = self.coordinator.keys, self._alone.experts

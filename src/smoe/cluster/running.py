@@ -44,8 +44,9 @@ def become_keeper(name: str) -> None:
     other = keeper_process(name)
     if other not in (None, os.getpid()):
         raise ClusterError(
-            f"workers of the cluster {name!r} are already running: process {other} (smoe cluster up) supervises them; "
-            "use them, or end that process (Ctrl-C there) and start again, or give another `name`",
+            f"workers of the cluster {name!r} are already running: process {other} (smoe cluster up) supervises "
+            "them; use those workers, or end that process (Ctrl-C in its terminal) and repeat this command, or give "
+            "another `name`",
             setting="name",
             given=name,
             allowed="a cluster without running workers on this machine",

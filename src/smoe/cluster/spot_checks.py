@@ -110,7 +110,7 @@ class SpotChecks:
         try:
             mine = future.result()
         except (Exception, CancelledError) as error:
-            _log.warning("an expert could not be recomputed: %s", error)
+            _log.warning("the coordinator could not recompute an expert to check a worker's result: %s", error)
             return
         member.checked += 1
         if not same_bits(came, mine):

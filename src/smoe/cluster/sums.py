@@ -70,7 +70,7 @@ def keep_sums(path: Path, made: SentFile) -> SentFile:
     try:
         keep(of_model("sums", path), content)
     except OSError as error:
-        _log.warning("checksums of %s cannot be stored and will be computed again: %s", path, error)
+        _log.warning("checksums of %s cannot be stored, so the next run computes them again: %s", path, error)
     return made
 
 

@@ -155,8 +155,9 @@ class WorkerProcess(Talking):
         if arithmetic != self._arithmetic:
             if not isinstance(arithmetic, str) or not alone.compute_by(arithmetic):
                 raise WorkerRefusedError(
-                    f"worker {self._me.name}: the coordinator computes with `kernels` {arithmetic}, which this "
-                    "machine does not support"
+                    f"worker {self._me.name}: the coordinator computes with `kernels={arithmetic}`, which this "
+                    "machine does not support; start the coordinator with other `kernels`, or leave this machine "
+                    "out of the cluster"
                 )
             self._arithmetic = arithmetic
         self._is_in = True
@@ -197,7 +198,7 @@ class WorkerProcess(Talking):
     def _fetched(self, future: Future[None]) -> None:
         self._coming.discard(future)
         if not future.cancelled() and future.exception() is not None:
-            _log.warning("an expert could not be prefetched: %s", future.exception())
+            _log.warning("an expert could not be prefetched, so it is read when it is needed: %s", future.exception())
 
 
 def _outcome(request: int, futures: list[Future[torch.Tensor]], times: Times) -> list[Any]:
@@ -205,5 +206,5 @@ def _outcome(request: int, futures: list[Future[torch.Tensor]], times: Times) ->
     try:
         return frames.done(request, times, [future.result() for future in futures])
     except Exception as error:
-        _log.warning("the coordinator's request %d failed: %s", request, error)
+        _log.warning("the coordinator's request %d could not be computed: %s", request, error)
         return frames.failed(request, f"{type(error).__name__}: {error}")

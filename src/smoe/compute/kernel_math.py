@@ -63,7 +63,10 @@ class KernelMath:
         x, out = np.ascontiguousarray(x), np.empty_like(x)
         pool, rows = self._kernel.pool, len(x)
         if pool.own_order is not None and rows > pool.most_own_rows:
-            raise ValueError(f"{rows} rows for one expert; without torch {pool.most_own_rows} at most")
+            raise ValueError(
+                f"{rows} rows were given to one expert; without torch an expert takes at most {pool.most_own_rows} "
+                "rows at once"
+            )
         parts = -(-rows // _ROWS_AT_ONCE)
         for n in range(parts):
             begin, end = n * rows // parts, (n + 1) * rows // parts

@@ -120,7 +120,7 @@ def _open_ended(conversation: Conversation) -> Conversation:
     *before, last = conversation.messages
     text = last.get("content")
     if not isinstance(text, str):
-        raise ChatTemplateError("the last message has no text to continue")
+        raise ChatTemplateError("the last message of the conversation has no text that the model could continue")
     return replace(conversation, messages=[*before, {**last, "content": text + _GOES_ON}])
 
 
@@ -129,5 +129,7 @@ def _cut_off(text: str) -> str:
     from messages, spaces at the end of the last message are stripped too."""
     place = text.rfind(_GOES_ON.strip())
     if place < 0:
-        raise ChatTemplateError("the template leaves out the last message, so it cannot be continued")
+        raise ChatTemplateError(
+            "the chat template leaves out the last message, so the model cannot continue that message"
+        )
     return text[:place] if text.startswith(_GOES_ON, place) else text[:place].rstrip()

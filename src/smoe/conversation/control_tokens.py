@@ -100,8 +100,8 @@ class ControlTokens:
             if chr(code) not in used:
                 return chr(code)
         raise ChatTemplateError(
-            "the messages contain all private-use characters of Unicode (U+E000 to U+F8FF), and smoe needs an unused "
-            "one; leave one out"
+            "the messages contain all private-use characters of Unicode (U+E000 to U+F8FF), and smoe needs an "
+            "unused one; remove one of these characters from the messages"
         )
 
 

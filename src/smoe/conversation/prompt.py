@@ -48,7 +48,9 @@ class ConversationPrompts:
                 conversation, mark = self._control.marked(conversation, self._context_tokens)
             return Written(self.template.write(conversation, variables, ending), mark)
         except RecursionError as error:
-            raise ChatTemplateError("the conversation has too many levels of nested lists") from error
+            raise ChatTemplateError(
+                "the lists in the conversation are nested too deeply; send a conversation with fewer levels"
+            ) from error
 
     def encode(self, written: Written, begin: int = 0) -> list[int]:
         """Return the tokens of a rendered conversation from character `begin` on. Raise `ContextError` if there are far

@@ -43,7 +43,7 @@ def read_template(path: Path) -> str:
 
 def _unusable(path: Path, why: str) -> ConfigError:
     return ConfigError(
-        f"`chat_template` {path} {why}",
+        f"the chat template {path} (`chat_template`) {why}",
         setting="chat_template",
         given=str(path),
         allowed="a Jinja template of conversations, as tokenizer_config.json has it, in a text file",

@@ -55,7 +55,9 @@ class TemplateProcess:
         try:
             request = json.dumps({"template": template, "variables": variables}, default=str).encode()
         except (ValueError, RecursionError) as error:
-            raise ChatTemplateError(f"{type(error).__name__}: {error}") from error
+            raise ChatTemplateError(
+                f"the conversation and its variables are not valid JSON: {type(error).__name__}: {error}"
+            ) from error
         with self._turn:
             if self._is_closed:
                 raise _ending()
@@ -89,15 +91,17 @@ class TemplateProcess:
             raise _ending()
         if exchange.is_alive():
             self._child.kill()
-            raise ChatTemplateLimitError(f"it does not end within {self.seconds:g} s")
+            raise ChatTemplateLimitError(f"rendering the template takes longer than the limit of {self.seconds:g} s")
         if exchange.kind == RENDERED:
             return exchange.text
         if exchange.kind == FAILED and not exchange.text.startswith(("MemoryError", "OverflowError")):
             raise ChatTemplateError(exchange.text)
         self._child.kill()
         if exchange.kind == FAILED:
-            raise ChatTemplateLimitError(f"it needs more memory than it may have ({exchange.text})")
-        raise ChatTemplateLimitError(f"the process that renders it has ended (exit code {self._child.exit_code})")
+            raise ChatTemplateLimitError(f"rendering the template needs more memory than the limit ({exchange.text})")
+        raise ChatTemplateLimitError(
+            f"the process that renders the template has ended (exit code {self._child.exit_code})"
+        )
 
 
 class _Exchange(threading.Thread):
@@ -175,7 +179,7 @@ class _Child:
 
 
 def _ending() -> EngineStateError:
-    return EngineStateError("chat templates are no longer rendered, as the program is ending")
+    return EngineStateError("the chat template cannot be rendered, because the program is ending")
 
 
 def _folder_of(library: str) -> str:

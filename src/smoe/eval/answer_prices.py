@@ -102,7 +102,7 @@ def measure(
     engine: Engine = model.offload  # type: ignore[assignment]
     if not engine.rules:
         raise ConfigError(
-            "load the model with an alpha above 0, or with `eviction` score: substitutes need the routers' scores",
+            "load the model with an alpha above 0, or with `eviction=score`: substitutes need the routers' scores",
             setting="eviction",
             given=engine.config.eviction,
             allowed="score, or any with an alpha above 0",
@@ -299,8 +299,8 @@ def _scale_of(logits: torch.Tensor, of_head: torch.Tensor) -> float:
     error = float((logits - scale * of_head).norm() / logits.norm().clamp_min(1e-30))
     if error > _TOLERANCE:
         raise UnsupportedModelError(
-            "this model's logits are not its output head's times a constant, so quality costs cannot be measured; "
-            "thresholds can be tuned: smoe tune --max-perplexity-increase"
+            "this model's logits are not the result of its output head times a constant, so the quality costs of "
+            "misses cannot be measured; alpha can be tuned instead: smoe tune --max-perplexity-increase"
         )
     return scale
 

@@ -15,8 +15,8 @@ def ledger_of_cache(spec: ModelSpec, config: EngineConfig) -> Ledger:
     ledger, _ = make_ledger(spec, config, choose_device(config))
     if ledger.cache_slots >= ledger.demand.total_experts:
         raise ConfigError(
-            f"all {ledger.cache_slots} experts fit, so nothing is ever evicted; give less `memory`, or a share with "
-            "`resident_share`, such as 0.4",
+            f"all {ledger.cache_slots} experts fit in memory, so no expert is ever evicted; give less `memory`, or a "
+            "share such as `resident_share=0.4`",
             setting="resident_share",
             allowed="less than all experts",
         )

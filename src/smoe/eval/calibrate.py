@@ -25,8 +25,8 @@ def calibration_ids(tokenizer: Any, documents: Sequence[str], most: int) -> list
     ids = list(tokenizer("\n\n".join(documents))["input_ids"])[:most]
     if len(ids) < LEAST_TOKENS:
         raise ConfigError(
-            f"`calibration_text` has {len(ids)} tokens, but statistics of experts need some thousands: give a longer "
-            f"text, of {LEAST_TOKENS} tokens at least",
+            f"`calibration_text` has {len(ids)} tokens, but calibration needs some thousands: give a longer text, of "
+            f"at least {LEAST_TOKENS} tokens",
             setting="calibration_text",
             given=len(ids),
             allowed=f"a text of {LEAST_TOKENS} tokens or more",

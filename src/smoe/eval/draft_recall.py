@@ -140,8 +140,8 @@ def _check_positions(run: ExactRun, alignments: Sequence[Alignment]) -> None:
     if run.cache.can_rewind or not any(alignment.kv for alignment in alignments):
         return
     raise ConfigError(
-        "this family has layers with a recurrent state, which has no positions that could be aligned; give `periods` "
-        "whose KV is 0, such as T1KV0",
+        "this family has layers with a recurrent state, and such a state cannot be copied position by position; "
+        "give `periods` whose KV is 0, such as T1KV0",
         setting="periods",
         given=",".join(map(str, alignments)),
         allowed="KV 0 for this model",

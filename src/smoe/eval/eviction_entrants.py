@@ -57,7 +57,11 @@ def _settings(name: str, model: PreTrainedModel, spec: LibrarySpec) -> EvictionS
     kind = eviction_kind(name)
     if kind.needs_scores and not engine.rules:
         scoring_rules(model, spec)  # raises the error that says why there are none
-        raise ConfigError(f"the model was loaded without scores; load it with `eviction` {name}", setting="eviction")
+        raise ConfigError(
+            "the model was loaded without the routers' scores, which the eviction policy needs; load the model with "
+            f"`eviction={name}`",
+            setting="eviction",
+        )
     if kind.is_trained:
         next_use, _ = next_use_of(place, {site.layer: site.experts for site in spec.sites})
         return usual._replace(next_use=next_use)

@@ -98,7 +98,9 @@ class Harness:
             for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
                 metric = next((name for name in _METRICS if name in sample), None)
                 if metric is None:
-                    raise ConfigError(f"the task {task!r} does not score answers as right or wrong; choose another")
+                    raise ConfigError(
+                        f"the lm_eval task {task!r} does not score answers as right or wrong; choose another task"
+                    )
                 right.append(bool(sample[metric]))
         return right
 

@@ -23,8 +23,8 @@ def another_model_s(path: Path, trace: Trace, setting: str) -> ConfigError:
     """Return the error for a trace whose layers or experts are not the model's. `setting`: the name of the argument
     that contains the trace's path."""
     return ConfigError(
-        f"{path} was recorded with {trace.header.model}, whose layers and experts are not this model's; record "
-        "this one with smoe record",
+        f"{path} was recorded with {trace.header.model}, whose layers and experts differ from this model's; record a "
+        "trace of this model with smoe record",
         setting=setting,
         given=str(path),
         allowed="traces of the model that is tuned",

@@ -113,9 +113,9 @@ def sweep(
     for alpha in wanted:
         if results.get(numbers, alpha) is None:
             results.put(measure(model, tokenizer, alpha, documents, exam, exact, on_alpha(alpha)))
-            _log.info("alpha %g is measured and stored in %s", alpha, folder)
+            _log.info("the quality at alpha %g is measured, and stored in %s", alpha, folder)
         else:
-            _log.info("alpha %g was measured before", alpha)
+            _log.info("the quality at alpha %g was measured before, and the stored result is used", alpha)
     base = results.base
     assert base is not None
     found = [results.get(numbers, alpha) for alpha in wanted]
@@ -154,8 +154,8 @@ class _Results:
             if differing:
                 name = differing[0]
                 raise ConfigError(
-                    f"{path} holds results of another {name.replace('_', ' ')}: {before.get(name)!r}, now "
-                    f"{circumstances.get(name)!r}; choose another `out` or remove it",
+                    f"{path} holds results of another {name.replace('_', ' ')}: {before.get(name)!r} then, "
+                    f"{circumstances.get(name)!r} now; choose another `out`, or delete that file",
                     setting="out",
                     given=str(path.parent),
                     allowed="a folder that is new, or has results of the same circumstances",

@@ -47,14 +47,14 @@ def _read(path: Path, setting: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise unread(path, setting, error) from error
     if not text.strip():
-        raise unusable(path, setting, f"`{setting}` {path} is empty; give a file with some text")
+        raise unusable(path, setting, f"`{setting}={path}` is empty; give a file with some text")
     return text
 
 
 def unread(path: Path, setting: str, error: OSError | UnicodeDecodeError) -> ConfigError:
     """Return the error for a user's file that cannot be read, with the reason and what to give instead."""
     why = error.strerror or error if isinstance(error, OSError) else f"its byte {error.start} is not UTF-8"
-    return unusable(path, setting, f"cannot read `{setting}` {path}: {why}; give a file with text in UTF-8")
+    return unusable(path, setting, f"cannot read `{setting}={path}`: {why}; give a file with text in UTF-8")
 
 
 def unusable(path: Path, setting: str, why: str) -> ConfigError:

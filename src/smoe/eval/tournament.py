@@ -256,7 +256,7 @@ def hold(
         serves = usual = serving_prefetch(model, spec)
         if usual not in ("none", *predictors):
             refused[usual] = Refused(
-                f"`prefetch` {usual}, which auto stands for here, runs layers of the model: others cannot be compared"
+                f"`prefetch={usual}`, which auto stands for here, runs layers of the model: others cannot be compared"
             )
             usual = "none"
         entrants = [_guess(engine, listener, name, predictors.get(name), times) for name in ("none", *predictors)]
@@ -273,8 +273,8 @@ def tokens_of(length: int, kinds: Sequence[str]) -> int:
 def _check(engine: Engine, tokens: int) -> None:
     if engine.ledger.cache_slots >= engine.ledger.demand.total_experts:
         raise ConfigError(
-            "every expert fits, so nothing is prefetched or evicted; give less `memory`, or a share with "
-            "`resident_share`, such as 0.4",
+            "every expert fits in memory, so no expert is prefetched or evicted; give less `memory`, or a share "
+            "such as `resident_share=0.4`",
             setting="resident_share",
             allowed="less than all experts",
         )

@@ -74,7 +74,8 @@ def train(traces: Traces, shape: LayersShape, tick: Tick = lambda done, total: N
     tokens = sum(len(history.uses) for history in histories)
     if tokens < LEAST_TOKENS:
         raise ConfigError(
-            f"{tokens} tokens are too few to learn from; record at least {LEAST_TOKENS}, better some thousands",
+            f"{tokens} tokens are too few to train an eviction policy; record at least {LEAST_TOKENS}, better some "
+            "thousands",
             setting="cache",
             given=f"{tokens} tokens",
             allowed=f"traces of at least {LEAST_TOKENS} tokens together",

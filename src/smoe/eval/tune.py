@@ -120,9 +120,9 @@ class Tuning:
         if self.is_flat:
             if self.flat_seconds > (1 + _TOLERANCE) * seconds:
                 raise ConfigError(
-                    f"{format_seconds(seconds)} a token is out of reach: a token takes "
-                    f"{format_seconds(self.flat_seconds)} (+/- {format_seconds(self.noise_seconds)}) here, whatever "
-                    f"alpha is{self._when_read()}; give more `memory`, or a longer time",
+                    f"{format_seconds(seconds)} a token is out of reach: on this machine a token takes "
+                    f"{format_seconds(self.flat_seconds)} (+/- {format_seconds(self.noise_seconds)}) at every "
+                    f"alpha{self._when_read()}; give more `memory`, or a longer time",
                     setting="tpot",
                     given=seconds,
                     allowed=f"at least {self.flat_seconds:.3g} s here",
@@ -190,7 +190,7 @@ def measure_times(
     context_tokens = model.offload.context_tokens  # type: ignore[union-attr]
     if context_tokens < turn_tokens():
         raise ConfigError(
-            f"`context_tokens` {context_tokens} is too short to measure in; at least {turn_tokens()} are needed",
+            f"`context_tokens={context_tokens}` is too short for the measurement; give at least {turn_tokens()} tokens",
             setting="context_tokens",
             given=context_tokens,
             allowed=f"at least {turn_tokens()}",

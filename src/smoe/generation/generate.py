@@ -174,7 +174,7 @@ def generate_batch(
     )  # meaningless on an emulated device
     collector.raise_first()
     _log.info(
-        "%d new tokens for %d in the prompts of %d sequences in %.3f s%s",
+        "generated %d new tokens after %d tokens in the prompts of %d sequences, in %.3f s%s",
         sum(len(answer.token_ids) for answer in collector.answers),
         sum(map(len, prompts)),
         len(collector.answers),
@@ -219,16 +219,17 @@ def _room(engine: Engine, prompts: Sequence[Sequence[int]], wanted: int) -> list
     config = engine.config
     if rows > config.max_sequences:
         raise ConfigError(
-            f"{rows} prompts at once need `max_sequences` {rows}; the budget was made for {config.max_sequences}",
+            f"{rows} prompts at once need `max_sequences={rows}`; the memory budget was made for "
+            f"{config.max_sequences} sequences",
             setting="max_sequences",
             given=config.max_sequences,
             allowed=f"at least {rows} for these prompts",
         )
     if tokens >= engine.context_tokens:
         raise ContextError(
-            f"the prompt has {tokens} tokens, the context reserved in the budget is {engine.context_tokens}; "
-            f"shorten the prompt, or give `context_tokens` {tokens + wanted} (more context leaves less memory for "
-            "experts)",
+            f"the prompt has {tokens} tokens, and the memory budget has room for a context of "
+            f"{engine.context_tokens}; shorten the prompt, or give `context_tokens={tokens + wanted}` (more context "
+            "leaves less memory for experts)",
             setting="context_tokens",
             given=engine.context_tokens,
             allowed=f"at least {tokens + 1} for this prompt, {tokens + wanted} with all new tokens",

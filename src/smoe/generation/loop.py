@@ -86,8 +86,8 @@ class DecodeLoop:
         room = self._engine.context_tokens
         if len(request.ids) >= room:
             raise ContextError(
-                f"the prompt has {len(request.ids)} tokens, the context reserved in the budget is {room}; shorten the "
-                "prompt or raise `context_tokens`",
+                f"the prompt has {len(request.ids)} tokens, and the memory budget has room for a context of {room}; "
+                "shorten the prompt or raise `context_tokens`",
                 setting="context_tokens",
                 given=room,
                 allowed=f"at least {len(request.ids) + 1} for this prompt",
@@ -302,7 +302,11 @@ class DecodeLoop:
         or error."""
         if len(texts) == 1:
             return [error]
-        _log.warning("a step of %d texts has failed and is repeated for each text alone: %s", len(texts), error)
+        _log.warning(
+            "decoding %d texts together failed, so this step is repeated for each text separately: %s",
+            len(texts),
+            error,
+        )
         found: list[torch.Tensor | Exception] = []
         for text in texts:
             try:

@@ -206,7 +206,8 @@ class Rows:
         self.share_passes = all(map(_are_near, together, alone))
         if not self.share_passes:
             _log.warning(
-                "texts are computed one after the other, because this model has other results for several at once"
+                "texts are computed one after the other, because this model's results differ if several texts are "
+                "computed together; nothing needs to be done"
             )
         return self.share_passes
 

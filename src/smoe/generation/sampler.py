@@ -49,7 +49,7 @@ class Sampler:
         if bool(torch.isnan(scores).any()):
             raise ModelError(
                 "the model computed NaN; its weights or its config.json are damaged (check with smoe verify) or its "
-                "dtype is too narrow (try `dtype` bfloat16 or float32)"
+                "dtype is too narrow (try `dtype=bfloat16` or float32)"
             )
         plain = scores[0].log_softmax(0) if self._logprobs is not None else None
         self._penalise(scores[0])

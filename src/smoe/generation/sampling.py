@@ -61,7 +61,7 @@ class Sampling:
         check_seed(self.seed)
         if not all(self.stop):
             raise ConfigError(
-                "`stop` was given an empty string; give the text at which to end, or leave it out",
+                "`stop` was given an empty string; give the text at which generation ends, or leave out `stop`",
                 setting="stop",
                 given="",
                 allowed="text of at least one character",

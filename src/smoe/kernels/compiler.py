@@ -82,7 +82,9 @@ def _asked(request: dict[str, str]) -> bytes:
         env=child_environment(),
     )
     if done.returncode:
-        raise RuntimeError(f"LLVM has failed: {done.stderr.decode(errors='replace').strip()[-2000:]}")
+        raise RuntimeError(
+            f"LLVM could not compile smoe's kernels: {done.stderr.decode(errors='replace').strip()[-2000:]}"
+        )
     return done.stdout
 
 

@@ -122,7 +122,7 @@ class Loaded:
 def _sections(file: bytes) -> list[_Section]:
     magic, _, machine, _, _, _, at, _, _, _, _, size, count, names = _HEADER.unpack_from(file)
     if not magic.startswith(_MAGIC) or machine not in relocations.KINDS or size != _SECTION.size:
-        raise ValueError("not ELF for x86-64 or aarch64")
+        raise ValueError("the compiled kernels are not an ELF file for x86-64 or aarch64")
     raw = [_SECTION.unpack_from(file, at + n * size) for n in range(count)]
     strings = _bytes_of(file, raw[names])
     return [
@@ -154,7 +154,7 @@ def _is_kept(section: _Section) -> bool:
     if not section.flags & _IN_MEMORY or section.name == _UNWINDING:
         return False
     if section.flags & _WRITABLE or section.kind != _CONTENTS:
-        raise ValueError(f"the section {section.name} is neither code nor constants")
+        raise ValueError(f"the section {section.name} of the compiled kernels is neither code nor constants")
     return True
 
 
@@ -180,5 +180,8 @@ def _relocate(
         name, place = places[kind >> 32]
         fill_in = relocations.KINDS[machine].get(kind & 0xFFFFFFFF)
         if fill_in is None or place is None:
-            raise ValueError(f"unknown relocation {kind & 0xFFFFFFFF} for {name or section.name}")
+            raise ValueError(
+                f"the compiled kernels contain an unknown relocation, number {kind & 0xFFFFFFFF}, for "
+                f"{name or section.name}"
+            )
         fill_in(data, begin + offset, place + addend)

@@ -75,14 +75,18 @@ def write(key: bytes, content: bytes) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_ours_alone(path.parent.stat(), stat.S_ISDIR):
-            _log.info("%s is not this user's alone: kernels are not stored", path.parent)
+            _log.info(
+                "compiled kernels are not stored, because the folder %s belongs to another user, or other users can "
+                "write to it",
+                path.parent,
+            )
             return
         with whole_file(path) as file:
             os.fchmod(file.fileno(), 0o600)
             file.write(_MAGIC + _digest(key, content) + content)
         _drop_oldest(path.parent)
     except OSError as error:
-        _log.info("kernels are not stored: %s", error)
+        _log.info("compiled kernels are not stored: %s", error)
 
 
 @functools.cache

@@ -42,7 +42,10 @@ def _within_page(size_bits: int) -> Callable[[bytearray, int, int], None]:
     def fill_in(data: bytearray, at: int, to: int) -> None:
         place = to & (1 << _PAGE_BITS) - 1
         if place % (1 << size_bits):
-            raise ValueError(f"{place} is no multiple of the {1 << size_bits} bytes read at a time")
+            raise ValueError(
+                f"a relocation points to byte {place} of a page; its instruction reads {1 << size_bits} bytes at a "
+                "time and needs a multiple of that number"
+            )
         _filled_in(data, at, place >> size_bits << 10)
 
     return fill_in

@@ -51,18 +51,18 @@ def check_activations(
         owner = "quantised weights whose codes are whole numbers (7 bits, or signed): a GGUF file's, or `precision`"
         raise ConfigError.idle("activations", config.activations, owner)
     if device.type != "cpu":
-        why = f"it applies to computation on a CPU, and this model is on {device}; use `device` cpu"
+        why = f"this setting applies to computation on a CPU, and this model is on {device}; use `device=cpu`"
     elif experts.spinning_pool is None:
         why = (
-            "smoe's kernels for it need AVX2 or NEON, llvmlite and bfloat16, and a passed self-test, which this "
-            "machine lacks"
+            "smoe's kernels for these activations need AVX2 or NEON, llvmlite, bfloat16 and a passed self-test, "
+            "which this machine lacks"
         )
     elif has_codes and not experts.multiplies_codes:
         why = "this family's experts end in a norm, and are computed on unpacked weights"
     else:
         return
     raise ConfigError(
-        f"`activations` {config.activations}: {why}; or leave it out",
+        f"`activations={config.activations}`: {why}; or leave out `activations`",
         setting="activations",
         given=config.activations,
         allowed=f"{BF16} here",

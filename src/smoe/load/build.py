@@ -270,8 +270,8 @@ def _balancer(
     by_measured_times = config.reproducible and config.alpha > 0 and not pacing.is_emulated
     if by_measured_times and method != "host":
         raise ConfigError(
-            f"with `reproducible` and an alpha above 0, `balance` {method} would decide by measured times; "
-            "use `balance` none or host",
+            f"with `reproducible` and an alpha above 0, `balance={method}` would decide by measured times, which "
+            "differ from run to run; use `balance=none` or `balance=host`",
             setting="balance",
             given=config.balance,
             allowed="none or host",
@@ -295,6 +295,7 @@ def _dense_bytes(model: PreTrainedModel, ledger: Ledger) -> int:
     promised = ledger.weights_bytes
     if used > promised:
         raise BudgetError(
-            f"the non-expert weights take {used} bytes, {promised} were planned; please report this model"
+            f"the non-expert weights take {used} bytes, and the memory budget reserved {promised} bytes for them; "
+            "this is a bug in smoe, please report it with the name of the model"
         )
     return used

@@ -137,7 +137,7 @@ def _may_round(config: EngineConfig, experts: Experts, store: ExpertStore) -> bo
 
 def _not_here(config: EngineConfig, why: str) -> ConfigError:
     return ConfigError(
-        f"`kernels` {config.kernels}: {why}; use auto",
+        f"`kernels={config.kernels}`: {why}; use `kernels=auto`",
         setting="kernels",
         given=config.kernels,
         allowed="auto, native or torch here",

@@ -73,8 +73,9 @@ def check_cluster(config: EngineConfig) -> None:
     if config.cluster is None:
         if config.placement is not None:
             raise UnpreparedError(
-                f"`placement` {config.placement} (an option, or part of the presets cluster and od-moe) divides "
-                "experts among workers, so it needs a `cluster`: give its name, or use another preset",
+                f"`placement={config.placement}` (an option, or part of the presets cluster and od-moe) divides "
+                "experts among workers, so it needs a cluster: give the cluster's name with `cluster`, or use "
+                "another preset",
                 setting="placement",
                 given=config.placement,
                 allowed="only with `cluster`",
@@ -152,7 +153,8 @@ def _movable_math(
     math = experts_math(model, spec, store, activations_of(config, spec.dtype.torch, torch.device("cpu")))
     if not all(layer.is_movable for layer in math.values()):
         raise ConfigError(
-            "this family's experts end in a norm that only the coordinator has; it cannot be served by a `cluster`",
+            "the experts of this family end in a norm whose weights only the coordinator has, so the workers of a "
+            "cluster cannot compute them; leave out `cluster`",
             setting="cluster",
             given=config.cluster,
             allowed="none for this model",
@@ -186,10 +188,10 @@ def _wait_for_workers(cluster: Cluster, config: EngineConfig) -> None:
     if len(came) < config.cluster_workers:
         reasons = "; ".join(f"{name}: {why}" for name, why in cluster.refused.items())
         raise ClusterError(
-            f"{len(came)} of {config.cluster_workers} workers of the cluster {coordinator.name!r} came to "
-            f"{coordinator.address} within {config.cluster_timeout_seconds:g} s"
-            f"{f' ({reasons})' if reasons else ''}; start them with smoe "
-            'cluster up or smoe cluster join and wait until each prints "ready", or raise `cluster_timeout_seconds`',
+            f"{len(came)} of {config.cluster_workers} workers of the cluster {coordinator.name!r} connected to "
+            f"{coordinator.address} within {config.cluster_timeout_seconds:g} s{f' ({reasons})' if reasons else ''}; "
+            'start workers with smoe cluster up or smoe cluster join and wait until each prints "ready", or raise '
+            "`cluster_timeout_seconds`",
             setting="cluster_workers",
             given=config.cluster_workers,
             allowed=f"{len(came)} now",

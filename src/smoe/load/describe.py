@@ -45,7 +45,7 @@ def describe(
         with SpinningPool(1, in_own_order=True) as pool:
             return LightWorker(description, arithmetic, pool.most_own_rows)
     if not is_supported():
-        raise _unfit("the coordinator computes with `kernels` torch, and its CPU has no AVX-512 BF16")
+        raise _unfit("the coordinator computes with `kernels=torch`, and its CPU has no AVX-512 BF16")
     torch.set_num_threads(threads)  # the setting holds for this thread; the results to compare with had the same number
     with SpinningPool(threads, several=True) as pool:
         rows = kernel_rows(pool, any_math.shapes)
@@ -56,7 +56,7 @@ def describe(
 
 def _unfit(why: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"a worker without torch cannot compute for this coordinator: {why}; install torch there"
+        f"a worker without torch cannot compute for this coordinator: {why}; install torch on the worker's machine"
     )
 
 

@@ -58,16 +58,16 @@ def check_draft(spec: ModelSpec, config: EngineConfig) -> None:
     state."""
     if config.device == EMULATED:
         raise ConfigError(
-            f"`prefetch` {DRAFT} computes on this CPU, and the `device` {EMULATED} does not emulate its times; "
-            "change one of the two",
+            f"`prefetch={DRAFT}` runs the draft model on this CPU, and `device={EMULATED}` does not emulate the "
+            "draft model's times; change one of the two settings",
             setting="prefetch",
             given=DRAFT,
             allowed=f"other predictors on the device {EMULATED}",
         )
     if spec.anatomy.state_bytes_per_sequence:
         raise UnsupportedModelError(
-            f"`prefetch` {DRAFT}: this family has layers with a recurrent state, which cannot be set to a position; "
-            "use another `prefetch`"
+            f"`prefetch={DRAFT}`: this family has layers with a recurrent state, which cannot be set to an earlier "
+            "position; use another `prefetch`"
         )
 
 
@@ -95,7 +95,7 @@ def _its_experts(checkpoint: Checkpoint, own: EngineConfig) -> tuple[LibrarySpec
         spec = read_spec(checkpoint.place, own)
         return spec, checkpoint.experts(spec)
     except ConfigError as error:
-        why = str(error).removeprefix(f"`precision` {own.precision}: ")
+        why = str(error).removeprefix(f"`precision={own.precision}`: ")
         raise UnpreparedError(
             f"a draft model in {own.precision} needs its experts packed: {why}, or choose another precision "
             "(`draft_precision`), or another `prefetch`",

@@ -32,10 +32,12 @@ def fitted_of(folder: Path, name: str) -> Fitted:
     try:
         tensors, fields = learned(name, FORMAT, folder)
         if fields["predictor"] != name:
-            raise NotLearnedError(f"{place_of(folder, name)} holds the predictor {fields['predictor']}")
+            raise NotLearnedError(
+                f"{place_of(folder, name)} holds the values of the predictor {fields['predictor']}, not of {name}"
+            )
     except NotLearnedError as error:
         raise UnpreparedError(
-            f"`prefetch` {name}: {error}; run smoe tune on the model with `predictor` {name}, once",
+            f"`prefetch={name}`: {error}; run smoe tune on the model with `predictor={name}`, once",
             setting="prefetch",
             given=name,
             allowed="for models that this predictor has been fitted for",

@@ -64,8 +64,8 @@ def corrections_of(folder: Path, spec: ModelSpec, depth: int) -> LearnedCorrecti
         return _of_pairs(*learned(CORRECTED_GATES, _FORMAT, folder), spec, depth)
     except NotLearnedError as error:
         raise UnpreparedError(
-            f"`prefetch` {CORRECTED_GATES}: {error}; run smoe tune on the model with `predictor` "
-            f"{CORRECTED_GATES} and some of your `text`, once",
+            f"`prefetch={CORRECTED_GATES}`: {error}; run smoe tune on the model with `predictor={CORRECTED_GATES}` "
+            "and a `text` of yours, once",
             setting="prefetch",
             given=CORRECTED_GATES,
             allowed="for a model whose corrections have been learned",
@@ -83,7 +83,8 @@ def _of_pairs(tensors: Tensors, fields: Mapping[str, Any], spec: ModelSpec, dept
         fits = [tuple(part.shape) for part in parts] == [(count, 2 * hidden), (count,), (count,)]
         if pair not in fields["confidence"] or not fits or not all(bool(part.isfinite().all()) for part in parts):
             raise NotLearnedError(
-                f"the stored corrections do not fit layer {after} of this model (used at layer {layer})"
+                f"the stored corrections that predict layer {after} at layer {layer} are missing or do not fit this "
+                "model"
             )
         weight, bias, first_bias = parts
         found[layer, after] = Correction(weight, bias, first_bias, *fields["confidence"][pair])

@@ -44,8 +44,8 @@ def worker_sizes(classes: Sequence[SlotClass], memory_bytes: int | None, slots: 
     least = sum(number * each for number, each in host_sizes(classes, 0, LEAST_SLOTS))
     if memory_bytes is not None and memory_bytes < least:
         raise BudgetError(
-            f"a worker of this model needs {format_bytes(least)} for experts at least, {format_bytes(memory_bytes)} "
-            "were given; give it more, or room for a single one (`slots` 1)",
+            f"a worker of this model needs at least {format_bytes(least)} for experts, and "
+            f"{format_bytes(memory_bytes)} were given; give more memory, or give room for a single expert (`slots=1`)",
             setting="worker_memory",
             given=memory_bytes,
             allowed=f"at least {least} bytes",

@@ -88,7 +88,7 @@ def thresholds_by(folder: Path, config: EngineConfig) -> tuple[Thresholds, str]:
     given = Thresholds(config.low_threshold, config.skip_threshold)
     if given == Thresholds():
         raise ConfigError(
-            f"`precision_shares` {typed} needs a profile of this model's routing, and there is none: {how}; or give "
+            f"`precision_shares={typed}` needs a profile of this model's routing, and there is none: {how}; or give "
             "`low_threshold` and `skip_threshold` (HOBBIT has 0.6 and 0.9 for Mixtral)",
             setting="precision_shares",
             given=typed,

@@ -52,7 +52,7 @@ def _prices(config: EngineConfig, place: Path) -> PriceTable:
     priced, budget = prices_of(place), "max_perplexity_increase" if config.tpot_seconds is None else "tpot_seconds"
     wanted = config.low_precision if config.has_low else None
     if priced is None or (wanted is not None and priced.low_precision not in (wanted, "none")):
-        of_what = "" if wanted is None else f" with `low_precision` {wanted}"
+        of_what = "" if wanted is None else f" with `low_precision={wanted}`"
         raise UnpreparedError(
             f"`{budget}`: the quality costs of this model{of_what} have not been measured yet; run smoe tune on it "
             f"with `prices`{of_what}, once",

@@ -137,8 +137,9 @@ def _in_process(
     budget, takes at most `limit_bytes`. Also return a text that says where the budget's size comes from."""
     if device.type != "cpu":
         raise ConfigError(
-            f"`count` process is about RAM, and this model computes on {device}; use `device` cpu, or give the memory "
-            "of the device alone",
+            "`count=process` makes `memory` the limit of the whole process, which works only on a CPU, and this "
+            f"model computes on {device}; use `device=cpu`, or give the memory of the device only, with `memory` and "
+            "without `count`",
             setting="count",
             given="process",
             allowed="budget on this device",
@@ -151,8 +152,9 @@ def _in_process(
         least = minimum_bytes(demand) + limit_bytes - room
         taken = "".join(f"\n  {name:<40}{format_bytes(count):>12}" for name, count in outside.items())
         raise BudgetError(
-            f"a process of {format_bytes(limit_bytes)} cannot hold this model; in addition to the budget it "
-            f"needs{taken}\nwhich leaves {format_bytes(max(0, room))}; give {format_bytes(least)} or more. {error}",
+            f"a process of {format_bytes(limit_bytes)} cannot hold this model. Outside the memory budget, the "
+            f"process needs{taken}\nThis leaves {format_bytes(max(0, room))} for the memory budget; give the process "
+            f"{format_bytes(least)} or more. {error}",
             setting="memory_bytes",
             given=limit_bytes,
             allowed=f"at least {least} bytes",

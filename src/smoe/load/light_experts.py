@@ -37,7 +37,8 @@ def place_of(model: str | Path, precision: str) -> Path:
 
     if precision != "auto":
         raise ConfigError(
-            f"`precision` {precision}: without torch a worker computes experts in bf16 only",
+            f"`precision={precision}`: a worker without torch computes experts only in bf16; leave out `precision`, "
+            "or install torch",
             setting="precision",
             given=precision,
             allowed="auto without torch",
@@ -45,8 +46,8 @@ def place_of(model: str | Path, precision: str) -> Path:
     place = local_place(model)
     if place is None or not place.is_dir():
         raise ConfigError(
-            f"without torch a worker needs the model's folder of safetensors, and {model} is not one on this machine; "
-            "download it with `fetch`, or install torch",
+            f"a worker without torch needs the model's folder of safetensors, and {model} is no such folder on this "
+            "machine; download the model with `fetch`, or install torch",
             setting="model",
             given=str(model),
             allowed="a folder on this machine",
@@ -113,6 +114,7 @@ def _piece(tensors: Mapping[str, StoredTensor], key: str, expert: int) -> Stored
         found = row_of(found, expert)
     if found is None or found.dtype != _PLAIN:
         raise CheckpointError(
-            f"the coordinator expects the expert {name!r} in bf16, and the files here have no such tensor"
+            f"the coordinator expects the expert tensor {name!r} in bf16, and this worker's files have no such "
+            "tensor; give the worker the same model as the coordinator"
         )
     return found

@@ -49,7 +49,7 @@ def next_use_of(folder: Path, experts: Mapping[int, int]) -> tuple[NextUse, str]
         return _estimate(*learned(_KIND, _FORMAT, folder), experts)
     except NotLearnedError as error:
         raise ConfigError(
-            f"`eviction` {LEARNED}: {error}; run smoe record, then smoe tune on the model with `eviction` {LEARNED}, "
+            f"`eviction={LEARNED}`: {error}; run smoe record, then smoe tune on the model with `eviction={LEARNED}`, "
             "the trace as `cache` and the `memory` of your runs, once",
             setting="eviction",
             given=LEARNED,
@@ -66,5 +66,7 @@ def _estimate(tensors: Tensors, fields: Mapping[str, Any], experts: Mapping[int,
     shapes = {"weights": (FEATURES,), "usual": (layers, rank), "offset": (layers, width)}
     shapes |= dict.fromkeys(("source", "target"), (layers, width, rank))
     if any(tensors[name].shape != shape or not tensors[name].isfinite().all() for name, shape in shapes.items()):
-        raise NotLearnedError("the stored values belong to a model with other layers or experts")
+        raise NotLearnedError(
+            "the values that are stored for this eviction policy belong to a model with other layers or experts"
+        )
     return next_use, f"as trained on {fields['decode_steps']} recorded steps"

@@ -117,8 +117,8 @@ def _host_experts(
     math = experts_math(model, spec, store, activations_of(config, spec.dtype.torch, device))
     if device.type != "cpu" and not all(layer.is_movable for layer in math.values()):
         raise ConfigError(
-            f"`balance` {balance_of(config, tiers)}: this family's experts end in a norm that only the device has; use "
-            "none",
+            f"`balance={balance_of(config, tiers)}`: the experts of this family end in a norm whose weights only the "
+            "device has, so the CPU cannot compute them; use `balance=none`",
             setting="balance",
             given=config.balance,
             allowed="none for this model",

@@ -57,9 +57,9 @@ class DraftFiles:
         room = less_margin(free_device_bytes(device)[0])
         if nbytes > room:
             raise BudgetError(
-                f"a draft model in {config.draft_precision} takes {format_bytes(nbytes)}, {format_bytes(room)} are "
-                "free here; on the coordinator, give fewer bits (`draft_precision`) or a shorter text "
-                "(`context_tokens`)"
+                f"a draft model in {config.draft_precision} takes {format_bytes(nbytes)}, and {format_bytes(room)} "
+                "are free on its machine; on the coordinator, give a precision with fewer bits (`draft_precision`) "
+                "or a shorter context (`context_tokens`)"
             )
         set_compute_threads(self._threads)
         draft_routing = open_draft(planned, None, torch.get_num_threads())
@@ -73,9 +73,12 @@ class DraftFiles:
 def _config_of(wanted: Mapping[str, Any]) -> EngineConfig:
     if set(wanted) != _WANTED:
         raise ClusterError(
-            f"the coordinator requests a draft model with settings that are unknown here: {str(sorted(wanted))[:200]}"
+            "the coordinator requests a draft model with settings that this version of smoe does not know: "
+            f"{str(sorted(wanted))[:200]}"
         )
     try:
         return configure(prefetch=DRAFT, **wanted)
     except (ConfigError, TypeError) as error:
-        raise ClusterError(f"the draft model that the coordinator requests cannot be opened here: {error}") from error
+        raise ClusterError(
+            f"the draft model that the coordinator requests cannot be opened on this machine: {error}"
+        ) from error

@@ -100,8 +100,8 @@ def _check_balance(config: EngineConfig) -> None:
     """Raise `ConfigError` if `balance` would divide experts although the CPU is the only device."""
     if config.balance not in ("auto", "none"):
         raise UnpreparedError(
-            f"`balance` {config.balance} (an option, or part of a preset) needs a device in addition to the CPU, "
-            "which this machine lacks: use another preset, or `device` emulated as a test bench",
+            f"`balance={config.balance}` (an option, or part of a preset) needs a device in addition to the CPU, "
+            "which this machine lacks: use another preset, or `device=emulated`, which emulates a device",
             setting="balance",
             given=config.balance,
             allowed="auto or none on a CPU",

@@ -120,8 +120,8 @@ def check_experts(
         if not is_same(ours, theirs, allowed):
             difference = (ours.float() - theirs.float()).abs().max().item()
             raise UnsupportedModelError(
-                f"self-test failed in layer {site.layer} ({type(module).__name__}, {phase.value}): our result differs "
-                f"from the library's by {difference:.3g}; this family cannot be served exactly"
+                f"the self-test failed in layer {site.layer} ({type(module).__name__}, {phase.value}): smoe's result "
+                f"differs from transformers' by {difference:.3g}; this family cannot be served exactly"
             )
     return experts
 

@@ -40,7 +40,9 @@ def in_slots(prover: Prover, experts: Experts, config: EngineConfig) -> Experts:
     try:
         kernels = proven_kernels(prover, experts, min(config.max_sequences, MOST_TOKENS))
     except Exception as error:  # Triton has many errors, such as a missing compiler for its launcher or an unknown GPU
-        _log.warning("experts are computed by torch: Triton's kernels cannot be used here (%s)", error)
+        _log.warning(
+            "experts are computed by torch, because Triton's kernels cannot be used on this machine (%s)", error
+        )
         return experts
     if kernels is None:
         return experts

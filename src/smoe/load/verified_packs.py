@@ -45,7 +45,8 @@ def verify_pack(checkpoint: Checkpoint, spec: ModelSpec, experts: Mapping[int, S
         keep(_note_of(path), {"format": _FORM, "pack": str(path), "identity": before})
     except OSError as error:
         _log.warning(
-            "%s is undamaged, but this result cannot be stored (%s): the file is checked again at the next load",
+            "%s is undamaged, but the result of this check cannot be stored (%s), so the next load checks the file "
+            "again",
             path,
             error,
         )
@@ -58,7 +59,7 @@ def _contents(spec: ModelSpec, experts: Mapping[int, StoredLayer]) -> Contents |
 
 
 def _complaint(packed: Packed, contents: Contents, damaged: list[int]) -> str:
-    asked = "" if contents.is_as_stored or contents.name.isupper() else f" with `precision` {contents.name}"
+    asked = "" if contents.is_as_stored or contents.name.isupper() else f" with `precision={contents.name}`"
     layers = f"layer{'s' * (len(damaged) > 1)} {', '.join(map(str, damaged[:8]))}{', ...' * (len(damaged) > 8)}"
     return (
         f"{packed.path} is damaged in {layers}: its bytes differ from those that smoe pack wrote; delete it and run "

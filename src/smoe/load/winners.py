@@ -101,7 +101,9 @@ def _stored(path: Path) -> dict[str, Any]:
     stored = read_stored(path, _FORMAT)
     if stored is None and path.exists():
         _log.warning(
-            "%s is damaged or from another version of smoe: run the tournament of this model again (smoe tune)", path
+            "the stored tournament result %s is damaged or from another version of smoe, and is not used: run smoe "
+            "tune for this model again",
+            path,
         )
     return stored or {}
 
@@ -180,7 +182,7 @@ def _decided_by(decided: Decided, setting: str, winner: Winner, place: Path, spe
     try:
         learned, reasons = learned_of(with_it, place, spec)
     except ConfigError as error:
-        _log.warning("`%s` auto: %s won the tournament, but is not used: %s", setting, winner.name, error)
+        _log.warning("`%s=auto`: %s won the tournament, but is not used: %s", setting, winner.name, error)
         return decided
     because = f"{winner}; {reasons[setting]}" if setting in reasons else str(winner)
     return Decided(with_it, learned, decided.reasons | reasons | {setting: because})

@@ -35,7 +35,10 @@ def open_experts(model: str | Path, memory_bytes: int | None, config: EngineConf
     sizes = worker_sizes(classes, memory_bytes, slots)
     math = experts_math(spec.shell, spec, store, on_workers(config))
     if not all(layer.is_movable for layer in math.values()):
-        raise UnsupportedModelError("this family's experts end in a norm that only the coordinator has")
+        raise UnsupportedModelError(
+            "the experts of this family end in a norm whose weights only the coordinator has, so a worker cannot "
+            "compute them"
+        )
     weights = checksum(checkpoint.place)
     alone = experts_alone(store, math, classes, sizes, config)
     return Served(alone, weights, spec.precision, spec.dtype.torch, str(spec.dtype.torch))

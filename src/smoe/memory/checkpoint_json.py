@@ -18,7 +18,9 @@ def read_object(path: Path) -> dict[str, Any]:
     check_regular(path)
     size = path.stat().st_size
     if size > _MAX_BYTES:
-        raise CheckpointError(f"{path} has {size} bytes, which no file of its kind has; download it again")
+        raise CheckpointError(
+            f"{path} has {size} bytes, more than such a file of a checkpoint ever has; download it again"
+        )
     return parse_object(path.read_bytes(), path)
 
 
@@ -31,7 +33,7 @@ def parse_object(data: bytes, path: Path) -> dict[str, Any]:
     except ValueError as error:  # includes decoding errors and numbers of thousands of digits
         raise CheckpointError(f"{path} is corrupt: {error}; download it again") from error
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path} is corrupt: it is no JSON object; download it again")
+        raise CheckpointError(f"{path} is corrupt: it is not a JSON object; download it again")
     return found
 
 
@@ -39,5 +41,6 @@ def check_regular(path: Path) -> None:
     """Raise `CheckpointError` unless `path` is a regular file or a link to one. (Opening a pipe, for example, could
     block.)"""
     if not path.is_file():
-        what = "is not an ordinary file" if path.exists() else "is missing, or a link that leads nowhere"
-        raise CheckpointError(f"{path} {what}; download the checkpoint again")
+        if path.exists():
+            raise CheckpointError(f"{path} is not an ordinary file; download the checkpoint again")
+        raise CheckpointError(f"{path} is missing, or is a link to a missing file; download the checkpoint again")

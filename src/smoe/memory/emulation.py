@@ -277,8 +277,8 @@ def read_emulated(name: str) -> DeviceProfile:
     if profile.has_link:
         return profile
     raise ConfigError(
-        f"`profile` {name} is a machine without a device to emulate: its experts are loaded from disk. Use smoe plan "
-        "to forecast for it; `device` emulated needs a profile with a link, such as rtx-4060-ti",
+        f"`profile={name}` is a machine without a device to emulate: its experts are loaded from disk. Use smoe plan "
+        "to forecast for it; `device=emulated` needs a profile with a link, such as rtx-4060-ti",
         setting="profile",
         given=name,
         allowed="a profile with a link, such as rtx-4060-ti",

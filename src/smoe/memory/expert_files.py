@@ -62,7 +62,7 @@ def check_identity(path: Path, descriptor: int, expected: FileIdentity) -> None:
     """Raise `CheckpointError` if an open file has changed since it was indexed."""
     if identity_of(descriptor) != expected:
         raise CheckpointError(
-            f"{path} was written or replaced while the model was loaded; what is read from it now belongs to other "
+            f"{path} was written or replaced while the model was loaded, so the bytes in it may belong to other "
             "weights: load the model again"
         )
 

@@ -109,7 +109,10 @@ def part_names(name: str) -> list[str]:
         return [name]
     count = int(match["count"])
     if not 1 <= count <= _MAX_PARTS or not 1 <= int(match["number"]) <= count:
-        raise CheckpointError(f"{name} is named as part {match['number']} of {match['count']}; give it its own name")
+        raise CheckpointError(
+            f"the file name {name} says part {match['number']} of {match['count']}, which is impossible; give the "
+            "file the name under which it was published"
+        )
     return [f"{match['stem']}-{number:05}-of-{match['count']}{match['suffix']}" for number in range(1, count + 1)]
 
 
@@ -122,8 +125,8 @@ def part_paths(path: Path) -> list[Path]:
     absent = [part.name for part in paths if not part.exists()]
     if absent:
         raise CheckpointError(
-            f"{path.parent} lacks {len(absent)} of {len(paths)} parts of the model, {absent[0]} first; download them "
-            "again"
+            f"{path.parent} lacks {len(absent)} of the {len(paths)} parts of the model, beginning with {absent[0]}; "
+            "download these parts again"
         )
     return paths
 
@@ -262,11 +265,13 @@ def _read_counts(reader: _Reader) -> tuple[int, int]:
     version = reader.number("I", "the version")
     if version and version & 0xFFFF == 0:
         raise CheckpointError(
-            f"{path} is a big-endian GGUF file; smoe reads little-endian ones, which nearly all publishers give"
+            f"{path} is a big-endian GGUF file; smoe reads only little-endian files: download a little-endian file, "
+            "which nearly all publishers have"
         )
     if version not in _VERSIONS:
         raise CheckpointError(
-            f"{path} is GGUF of version {version}; smoe reads {' and '.join(map(str, _VERSIONS))}: take a newer file"
+            f"{path} is GGUF of version {version}; smoe reads the versions {' and '.join(map(str, _VERSIONS))}: use "
+            "a newer file"
         )
     tensors, entries = (reader.number("Q", f"the number of {what}") for what in ("tensors", "metadata entries"))
     if tensors * _LEAST_TENSOR_BYTES + entries * _LEAST_ENTRY_BYTES > reader.left:

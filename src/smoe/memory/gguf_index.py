@@ -52,14 +52,16 @@ def read_headers(path: Path) -> list[GgufHeader]:
         stated = (header.metadata.get("split.no", 0), header.metadata.get("split.count", 0) or 1)
         if stated != (number, len(headers)):
             raise CheckpointError(
-                f"{header.path} says that it is part {stated[0]} (from 0) of {stated[1]}, its name that it is part "
-                f"{number} of {len(headers)}; parts are named NAME-00001-of-00003.gguf, as they were published"
+                f"{header.path} contains part {stated[0]} (counted from 0) of {stated[1]} of the model, but its name "
+                f"says part {number} of {len(headers)}; name the parts NAME-00001-of-00003.gguf and so on, as they "
+                "were published"
             )
     expected = headers[0].metadata.get("split.tensors.count")
     found = sum(len(header.tensors) for header in headers)
     if len(headers) > 1 and expected not in (None, found):
         raise CheckpointError(
-            f"{headers[0].path} says that its parts hold {expected} tensors, and they hold {found}; download them again"
+            f"{headers[0].path} says that all parts of the model hold {expected} tensors together, and they hold "
+            f"{found}; download all parts again"
         )
     return headers
 
@@ -92,7 +94,8 @@ def _tensors(header: GgufHeader) -> Iterator[StoredTensor]:
         end, before = offset + nbytes, repr(entry.name)
         if end > size:
             raise CheckpointError(
-                f"{path} is cut short: {size} bytes, and {entry.name!r} ends at {end}; download it again"
+                f"{path} is cut short: it has {size} bytes, and the tensor {entry.name!r} ends at byte {end}; "
+                "download it again"
             )
         yield StoredTensor(path, offset, nbytes, name, shape, entry.name, header.identity)
 

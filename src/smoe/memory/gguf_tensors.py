@@ -59,7 +59,9 @@ def _pieces(tensor: StoredTensor) -> Iterator[torch.Tensor]:
             count = min(step, rows - begin)
             data = bytearray(count * row_bytes)
             if file.readinto(data) != len(data):
-                raise CheckpointError(f"{tensor.path} ends inside {tensor.key!r}; download it again")
+                raise CheckpointError(
+                    f"{tensor.path} is cut short: it ends inside the tensor {tensor.key!r}; download it again"
+                )
             if not data:
                 continue
             if tensor.dtype in TORCH or tensor.dtype in INTEGERS:

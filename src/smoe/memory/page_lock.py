@@ -70,8 +70,9 @@ def lock_pages(arena: Arena, registry: PageRegistry, threads: int) -> list[int]:
         if error:
             registry.forget_error()
             _log.warning(
-                "the driver would lock %s of %s of host memory for experts (error %d); the rest is copied to the "
-                "device more slowly. Raise the limit of locked memory (ulimit -l on Linux) or lower `host_memory`",
+                "the GPU's driver locked only %s of %s of host memory for experts (error %d); experts in the other "
+                "memory are copied to the device more slowly. Raise the limit of locked memory (ulimit -l on Linux) "
+                "or lower `host_memory`",
                 format_bytes(begin),
                 format_bytes(arena.nbytes),
                 error,

@@ -217,7 +217,7 @@ def _ingredients(matrix: StoredTensor, stored: StoredMatrix, target: int) -> Ite
         if each.arrangement is None:
             raise UnsupportedModelError(
                 f"{matrix.path}: {matrix.key!r} has its columns in another order than its scales (act-order), by "
-                f"{each.tensor.key!r}; such weights cannot be used directly: run smoe pack with `precision` int8 "
+                f"{each.tensor.key!r}; such weights cannot be used directly: run smoe pack with `precision=int8` "
                 "or int4 once, and give the same `precision` whenever the model is used"
             )
         yield from arranged_pieces(each.tensor, target + each.place, each.arrangement)
@@ -232,16 +232,17 @@ def _matrices_of(experts: StoredLayer) -> tuple[StoredMatrix, ...]:
         form = _FORMS.get(tensor.dtype)
         if form is None or len(tensor.shape) != 2 or not form.fits(tensor.shape[1]):
             raise CheckpointError(
-                f"{tensor.path}: {tensor.key!r} is {tensor.dtype}{list(tensor.shape)}, but other matrices of the "
-                f"experts are quantised; together with these smoe reads {', '.join(_FORMS)}, in rows of whole blocks "
-                "(16 numbers for types without blocks)"
+                f"{tensor.path}: the tensor {tensor.key!r} is {tensor.dtype}{list(tensor.shape)}, but other matrices "
+                f"of the experts are quantised; together with quantised matrices smoe reads {', '.join(_FORMS)}, in "
+                "rows of whole blocks (16 numbers for types without blocks)"
             )
         del name, part
     wanted = [(name, tensor.dtype, tensor.shape) for name, _, tensor in first]
     for expert, of in enumerate(others, start=1):
         if [(name, tensor.dtype, tensor.shape) for name, _, tensor in of] != wanted:
             raise CheckpointError(
-                f"{of[0][2].path}: experts 0 and {expert} of layer {experts.layer} are stored in different formats"
+                f"{of[0][2].path}: experts 0 and {expert} of layer {experts.layer} are stored in different formats; "
+                "smoe reads only models whose experts of a layer have one format"
             )
     return tuple(
         StoredMatrix(name, part, _FORMS[tensor.dtype], *tensor.shape)

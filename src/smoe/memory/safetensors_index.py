@@ -76,7 +76,8 @@ def index_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     missing = _declared_keys(folder) - tensors.keys()
     if missing:
         raise CheckpointError(
-            f"{folder / INDEX_FILE} names {sorted(missing)[0]!r}, which no shard holds; download again"
+            f"{folder / INDEX_FILE} names the tensor {sorted(missing)[0]!r}, which no shard holds; download the "
+            "checkpoint again"
         )
     return tensors
 
@@ -100,11 +101,15 @@ def shard_paths(folder: Path) -> list[Path]:
     paths = _named_shards(folder)
     if not paths:
         raise CheckpointError(
-            f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; smoe reads folders of safetensors, and GGUF files"
+            f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; smoe reads folders of safetensors files, and "
+            "GGUF files: give such a folder or file"
         )
     absent = [path.name for path in paths if not path.exists()]
     if absent:
-        raise CheckpointError(f"{folder} lacks {len(absent)} of {len(paths)} shards, {absent[0]} first; download again")
+        raise CheckpointError(
+            f"{folder} lacks {len(absent)} of {len(paths)} shards, beginning with {absent[0]}; download the "
+            "checkpoint again"
+        )
     for path in paths:
         check_regular(path)
     return paths
@@ -119,7 +124,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-            raise CheckpointError(f"{path} is not a safetensors file, or is truncated ({size} bytes)")
+            raise CheckpointError(
+                f"{path} is not a safetensors file, or is truncated ({size} bytes); download it again"
+            )
         header = parse_object(file.read(length), path)
     _check_metadata(path, header.pop("__metadata__", None))
     tensors = {key: _stored(path, key, entry, 8 + length, identity) for key, entry in header.items()}
@@ -131,7 +138,9 @@ def _check_metadata(path: Path, metadata: Any) -> None:
     """Raise `CheckpointError` unless the metadata map names to strings, as the safetensors library requires."""
     is_text = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
     if metadata is not None and not is_text:
-        raise CheckpointError(f"{path} has a corrupt header: '__metadata__' holds more than texts; download it again")
+        raise CheckpointError(
+            f"{path} has a corrupt header: a value in '__metadata__' is not a text; download it again"
+        )
 
 
 def _check_order(path: Path, tensors: dict[str, StoredTensor], base: int, size: int) -> None:
@@ -144,9 +153,14 @@ def _check_order(path: Path, tensors: dict[str, StoredTensor], base: int, size: 
             raise CheckpointError(f"{path} has a corrupt entry for {key!r}: it {kind} {before}; download it again")
         end, before = end + tensor.nbytes, repr(key)
     if end > size:
-        raise CheckpointError(f"{path} is truncated: {size} bytes of {end}, in {before}; download it again")
+        raise CheckpointError(
+            f"{path} is truncated: it has {size} bytes, and its last tensor, {before}, ends at byte {end}; download "
+            "it again"
+        )
     if end < size:
-        raise CheckpointError(f"{path} has {size - end} bytes behind its last tensor {before}; download it again")
+        raise CheckpointError(
+            f"{path} has {size - end} bytes too many after its last tensor, {before}; download it again"
+        )
 
 
 def _stored(path: Path, key: str, entry: Any, base: int, identity: FileIdentity) -> StoredTensor:
@@ -165,7 +179,10 @@ def _stored(path: Path, key: str, entry: Any, base: int, identity: FileIdentity)
     for n in shape:
         expected *= n
     if dtype in ITEM_BYTES and expected != nbytes:
-        raise CheckpointError(f"{path}: {key!r} is {dtype}{list(shape)} = {expected} bytes, but {nbytes} are stored")
+        raise CheckpointError(
+            f"{path}: the tensor {key!r} of type {dtype} and shape {list(shape)} needs {expected} bytes, but "
+            f"{nbytes} are stored; download it again"
+        )
     return StoredTensor(path, base + begin, nbytes, dtype, shape, key, identity)
 
 
@@ -183,8 +200,8 @@ def _weight_map(index: Path) -> dict[str, str]:
     for key, name in weight_map.items():
         if not isinstance(name, str) or not _is_inside(name):
             raise CheckpointError(
-                f"{index} is corrupt: it lists {key!r} in {name!r:.80}, which is not a file of this folder; "
-                "download it again"
+                f"{index} is corrupt: it says that the tensor {key!r} is in {name!r:.80}, which is not a file of "
+                "this folder; download it again"
             )
     return weight_map
 

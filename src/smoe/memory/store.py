@@ -289,13 +289,13 @@ def _check_part(whose: str, part: Part, tensors: Sequence[StoredTensor]) -> None
     for tensor in tensors:
         if tensor.dtype not in (*EXPERT_DTYPES, *FORMATS):
             raise CheckpointError(
-                f"{tensor.path}: {tensor.key!r} ({whose}: {part.name}) is {tensor.dtype}; smoe reads experts in "
-                f"{', '.join((*EXPERT_DTYPES, *FORMATS))}"
+                f"{tensor.path}: the tensor {tensor.key!r} ({whose}: {part.name}) has the data type {tensor.dtype}; "
+                f"smoe reads experts in {', '.join((*EXPERT_DTYPES, *FORMATS))}"
             )
         if len(tensor.shape) != len(shape) or tensor.shape[1:] != shape[1:]:
             raise CheckpointError(
-                f"{tensor.path}: {tensor.key!r} has the shape {list(tensor.shape)}, but {whose}: "
-                f"{part.name} is {list(shape)} by config.json; download the checkpoint again"
+                f"{tensor.path}: the tensor {tensor.key!r} has the shape {list(tensor.shape)}, but by config.json "
+                f"{part.name} of {whose} has the shape {list(shape)}; download the checkpoint again"
             )
     rows, wanted = sum(tensor.shape[0] for tensor in tensors), shape[0]
     if rows != wanted:
@@ -305,7 +305,8 @@ def _check_part(whose: str, part: Part, tensors: Sequence[StoredTensor]) -> None
             else "the checkpoint has"
         )
         raise CheckpointError(
-            f"{where} {rows} rows, but {whose}: {part.name} has {wanted} by config.json; download it again"
+            f"{where} {rows} rows, but by config.json {part.name} of {whose} has {wanted} rows; download the "
+            "checkpoint again"
         )
 
 
@@ -399,4 +400,4 @@ def locate(span: tuple[Path, int, int], runs: Sequence[tuple[Path, int, int]], s
     for (run_path, run_offset, run_length), start in zip(runs, starts, strict=True):
         if run_path == path and run_offset <= offset and offset + length <= run_offset + run_length:
             return start + offset - run_offset
-    raise AssertionError(f"{span} lies in none of {runs}")
+    raise AssertionError(f"the byte range {span} lies in none of the ranges {runs}")

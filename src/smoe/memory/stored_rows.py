@@ -42,7 +42,9 @@ class StoredRows:
         while done < len(to):
             came = self._file.read_into(to[done:], offset + done)
             if not came:
-                raise CheckpointError(f"{self.tensor.path} ends inside {self.tensor.key!r}; download it again")
+                raise CheckpointError(
+                    f"{self.tensor.path} is cut short: it ends inside the tensor {self.tensor.key!r}; download it again"
+                )
             done += came
 
     def _check(self) -> None:

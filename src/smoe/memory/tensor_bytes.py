@@ -23,7 +23,9 @@ def read_bytes(tensor: StoredTensor) -> torch.Tensor:
         while done < tensor.nbytes:
             came = file.readinto(view[done:])
             if not came:
-                raise CheckpointError(f"{tensor.path} ends inside {tensor.key!r}; download it again")
+                raise CheckpointError(
+                    f"{tensor.path} is cut short: it ends inside the tensor {tensor.key!r}; download it again"
+                )
             done += came
     return torch.from_numpy(data)
 

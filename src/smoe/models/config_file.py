@@ -42,7 +42,10 @@ def check_config(folder: Path) -> str:
     config = read_object(path)
     family = config.get("model_type")
     if not isinstance(family, str) or not family:
-        raise CheckpointError(f"{path} names no family: 'model_type' is {family!r:.80}; download it again")
+        raise CheckpointError(
+            f"the field 'model_type' of {path} is {family!r:.80} instead of the name of a model family; download the "
+            "file again"
+        )
     check_sizes(config, path)
     return family
 
@@ -68,10 +71,12 @@ def check_number(key: str, value: Any, path: Path) -> None:
     boolean although the field is a number."""
     is_odd = isinstance(value, float) and not math.isfinite(value)
     if is_odd and (math.isnan(value) or "limit" not in key):
-        raise CheckpointError(f"{path}: {key!r} is {value!r}, it must be a finite number; download it again")
+        raise CheckpointError(
+            f"the field {key!r} of {path} is {value!r}; it must be a finite number: download the file again"
+        )
     names_number = _NUMBERS.fullmatch(key) or any(names.fullmatch(key) for names, _ in _BOUNDS)
     if isinstance(value, bool) and names_number:
-        raise CheckpointError(f"{path}: {key!r} is {value}, it must be a number; download it again")
+        raise CheckpointError(f"the field {key!r} of {path} is {value}; it must be a number: download the file again")
 
 
 def _check_used(config: Mapping[str, Any], path: Path) -> None:
@@ -82,12 +87,14 @@ def _check_used(config: Mapping[str, Any], path: Path) -> None:
             most = config[experts] + (config.get("zero_expert_num") or 0)
             if config[used] > most and config[experts] > 0:
                 raise CheckpointError(
-                    f"{path}: {used!r} is {config[used]}, it must be from 1 to the {most} of {experts!r}; "
-                    "download it again"
+                    f"the field {used!r} of {path} is {config[used]}; it must be from 1 to {most}, the value of "
+                    f"{experts!r}: download the file again"
                 )
 
 
 def _check_size(key: str, value: Any, path: Path) -> None:
     for names, most in _BOUNDS:
         if names.fullmatch(key) and isinstance(value, (int, float)) and not 0 <= value <= most:
-            raise CheckpointError(f"{path}: {key!r} is {value!r:.80}, it must be from 0 to {most}; download it again")
+            raise CheckpointError(
+                f"the field {key!r} of {path} is {value!r:.80}; it must be from 0 to {most}: download the file again"
+            )

@@ -27,11 +27,15 @@ def check_loaded(
     """
     mismatched = sorted(entry[0] for entry in report["mismatched_keys"])
     if mismatched:
-        raise CheckpointError(f"{mismatched[0]!r} in {place} has another shape than its config.json says")
+        raise CheckpointError(
+            f"the tensor {mismatched[0]!r} in {place} has another shape than by config.json; download the checkpoint "
+            "again"
+        )
     missing = sorted(report["missing_keys"])
     if missing:
         raise CheckpointError(
-            f"{place} lacks {len(missing)} weights, {missing[0]!r} first; the checkpoint is incomplete"
+            f"{place} lacks {len(missing)} weights, beginning with {missing[0]!r}; the checkpoint is incomplete: "
+            "download it again"
         )
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter.sum())) and not bool(torch.isfinite(parameter).all()):

@@ -95,12 +95,13 @@ def parameter_names(model: PreTrainedModel, tensors: Iterable[str]) -> dict[str,
 def _check_dense(key: str, tensor: StoredTensor, parameter: torch.Tensor) -> None:
     if tensor.shape != tuple(parameter.shape):
         raise CheckpointError(
-            f"{key!r} in {tensor.path} has the shape {list(tensor.shape)}, another shape than its config.json says: "
-            f"{list(parameter.shape)}; download the checkpoint again"
+            f"the tensor {key!r} in {tensor.path} has the shape {list(tensor.shape)}, but by config.json it has the "
+            f"shape {list(parameter.shape)}; download the checkpoint again"
         )
     if parameter.is_floating_point() and tensor.dtype not in _FLOATS and not tensor.made_of:
         raise CheckpointError(
-            f"{key!r} in {tensor.path} is {tensor.dtype}, not a floating-point number; smoe reads {', '.join(_FLOATS)}"
+            f"the tensor {key!r} in {tensor.path} has the data type {tensor.dtype}, which is not a floating-point "
+            f"type; smoe reads {', '.join(_FLOATS)}"
         )
 
 
@@ -122,16 +123,16 @@ def _check_whole(folder: Path, model: PreTrainedModel, reached: Set[str]) -> Non
     missing = missing_weights(model, reached)
     if missing:
         raise CheckpointError(
-            f"{folder} lacks {len(missing)} weights, {missing[0]!r} first, which its config.json asks for; the "
-            "checkpoint is incomplete"
+            f"{folder} lacks {len(missing)} weights that config.json requires, beginning with {missing[0]!r}; the "
+            "checkpoint is incomplete: download it again"
         )
 
 
 def _fused_experts(site: ExpertsSite, tensor: StoredTensor) -> int:
     if not tensor.shape or tensor.shape[0] != site.experts:
         raise CheckpointError(
-            f"{tensor.key!r} in {tensor.path} should have {site.experts} experts in its first dimension, its shape is "
-            f"{list(tensor.shape)}"
+            f"the tensor {tensor.key!r} in {tensor.path} should have {site.experts} experts in its first dimension, "
+            f"but its shape is {list(tensor.shape)}; download the checkpoint again"
         )
     return site.experts
 
@@ -139,8 +140,8 @@ def _fused_experts(site: ExpertsSite, tensor: StoredTensor) -> int:
 def _check_rows(tensor: StoredTensor, is_turned: bool) -> None:
     if is_turned and tensor.scheme in METHODS:
         raise UnsupportedModelError(
-            f"{tensor.path}: {tensor.key!r} holds quantised matrices of all experts with one output per column; "
-            "smoe reads only those with one output per row: take another release of the model"
+            f"{tensor.path}: the tensor {tensor.key!r} holds quantised matrices of all experts with one output per "
+            "column; smoe reads only matrices with one output per row: take another release of the model"
         )
 
 
@@ -160,7 +161,8 @@ def _check_operations(converter: WeightConverter, key: str) -> None:
     odd = sorted(_operations(converter) - _MERGING)
     if odd and _operations(converter) != _TURNING:
         raise UnsupportedModelError(
-            f"{key!r} needs the conversion {odd[0]}, which smoe cannot apply to a single expert"
+            f"the tensor {key!r} needs the conversion {odd[0]} of transformers, which smoe cannot apply to a single "
+            "expert, so this model cannot be served"
         )
 
 
@@ -179,7 +181,8 @@ def _of_experts(
     whole = replace(tensor, shape=(site.experts, rows // site.experts, *columns))
     if rows % site.experts:
         raise CheckpointError(
-            f"{key!r} in {tensor.path} should have rows for {site.experts} experts, its shape is {list(tensor.shape)}"
+            f"the tensor {key!r} in {tensor.path} should have rows for {site.experts} experts, but its shape is "
+            f"{list(tensor.shape)}; download the checkpoint again"
         )
     yield from ((expert, row_of(whole, expert)) for expert in range(site.experts))
 
@@ -187,10 +190,13 @@ def _of_experts(
 def _expert_number(key: str, tensor: StoredTensor, site: ExpertsSite) -> int:
     match = re.search(r"experts\.(\d+)\.", key)
     if match is None:
-        raise UnsupportedModelError(f"no expert number in the checkpoint key {key!r}")
+        raise UnsupportedModelError(
+            f"the name of the experts' tensor {key!r} contains no expert number, so smoe cannot read this checkpoint"
+        )
     if int(match[1]) >= site.experts:
         raise CheckpointError(
-            f"{key!r} in {tensor.path} is one expert too many: config.json says {site.experts} a layer"
+            f"the tensor {key!r} in {tensor.path} belongs to one expert too many: by config.json a layer has "
+            f"{site.experts}; download the checkpoint again"
         )
     return int(match[1])
 
@@ -200,8 +206,8 @@ def _check_like(pieces: Sequence[StoredTensor]) -> None:
     for piece in pieces[1:]:
         if piece.shape != pieces[0].shape:
             raise CheckpointError(
-                f"{piece.path}: {piece.key!r} has the shape {list(piece.shape)}, {pieces[0].key!r} "
-                f"{list(pieces[0].shape)}; download the checkpoint again"
+                f"{piece.path}: the tensors {piece.key!r} and {pieces[0].key!r} must have the same shape, but have "
+                f"the shapes {list(piece.shape)} and {list(pieces[0].shape)}; download the checkpoint again"
             )
 
 
@@ -218,8 +224,9 @@ def _layer(
             entries = found.get((site.layer, part.name), {}).get(expert)
             if not entries:
                 raise CheckpointError(
-                    f"{folder} has no {part.name} for expert {expert} of layer {site.layer} ({site.name}), which its "
-                    "config.json asks for; it is incomplete, or quantised in a form that smoe does not read"
+                    f"{folder} has no {part.name} for expert {expert} of layer {site.layer} ({site.name}), which "
+                    "config.json requires; the checkpoint is incomplete, or quantised in a form that smoe does not "
+                    "read"
                 )
             pieces[part.name] = tuple(tensor for _, tensor in sorted(entries, key=lambda entry: entry[0]))
             _check_like(pieces[part.name])

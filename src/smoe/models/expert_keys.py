@@ -51,7 +51,7 @@ def index_by_keys(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> dict[
     outline = spec.outline
     missing = outline.stored.keys() - outline.of_experts - found.others.keys()
     if missing:
-        raise UndescribedError(f"{min(missing)!r} is not there")
+        raise UndescribedError(f"the tensor {min(missing)!r} is missing")
     for name, tensor in found.others.items():
         if name in outline.tied or (name in outline.stored and not _fits(tensor, outline.stored[name])):
             raise UndescribedError(f"{tensor.key!r}")
@@ -108,7 +108,7 @@ def _layer(site: ExpertsSite, experts: Mapping[tuple[str, int], Pieces]) -> Stor
             part.name: tuple(of.get(part.name, {})[n] for n in sorted(of.get(part.name, {}))) for part in site.parts
         }
         if not all(pieces.values()) or any(len({each.shape for each in part}) > 1 for part in pieces.values()):
-            raise UndescribedError(f"expert {expert} of layer {site.layer}")
+            raise UndescribedError(f"tensors of expert {expert} of layer {site.layer} are missing, or differ in shape")
         sources.append(pieces)
     parts = tuple(
         # quantized matrices store one output per row, whatever transformers does

@@ -73,11 +73,14 @@ def find_sites(model: PreTrainedModel) -> list[ExpertsSite]:
             )
         where = f" by the config.json in {model.config.name_or_path}" if model.config.name_or_path else ""
         raise NotMoEError(
-            f"{kind!r} has no routed experts{where}: it is a dense model; transformers alone serves it as well"
+            f"{kind!r} has no routed experts{where}: it is a dense model, for which smoe has no advantage; use "
+            "transformers directly"
         )
     layers = [site.layer for site in sites]
     if len(set(layers)) != len(layers):
-        raise UnsupportedModelError(f"{model.config.model_type!r} has several experts modules in one layer")
+        raise UnsupportedModelError(
+            f"{model.config.model_type!r} has several experts modules in one layer, which smoe does not support"
+        )
     return sorted(sites, key=lambda site: site.layer)
 
 
@@ -88,7 +91,8 @@ def _site(name: str, module: nn.Module) -> ExpertsSite:
     odd = [n for n, shape in shapes.items() if not shape or shape[0] != experts]
     if len(indices) != 1 or odd or not shapes:
         raise UnsupportedModelError(
-            f"the experts module {name!r} ({type(module).__name__}) has an unknown layout: {shapes}"
+            f"the experts module {name!r} ({type(module).__name__}) has the parameters {shapes}, a layout that smoe "
+            "does not know"
         )
     parts = tuple(Part(n, shape[1:]) for n, shape in shapes.items())
     transposed = frozenset(n for n in shapes if is_transposed(module, n))

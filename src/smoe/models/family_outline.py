@@ -144,5 +144,5 @@ def _turned_share(c: PlainConfig, family: Family) -> float:
     if share is None:
         return family.turned
     if not family.can_turn_less or not isinstance(share, (int, float)) or not 0 < share <= 1:
-        raise UndescribedError(f"partial_rotary_factor {share!r:.80}")
+        raise UndescribedError(f"partial_rotary_factor is {share!r:.80}, which smoe does not support for this family")
     return float(share)

@@ -208,8 +208,8 @@ def check_disk(where: Path, needed_bytes: int, purpose: str) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed_bytes + _SPARE_BYTES:
         raise DiskSpaceError(
-            f"{purpose} needs {format_bytes(needed_bytes)} and {format_bytes(_SPARE_BYTES)} to spare; "
-            f"{existing} has {format_bytes(free)} free"
+            f"{purpose} needs {format_bytes(needed_bytes)}, and {format_bytes(_SPARE_BYTES)} must remain free; the "
+            f"disk of {existing} has {format_bytes(free)} free: free some space on it"
         )
 
 

@@ -47,8 +47,9 @@ def _low_copies(spec: _Spec, checkpoint: Described, config: EngineConfig) -> _Sp
     low = replace(low, stored_bytes=checkpoint.quantised_bytes(low))
     if low.expert_bytes >= spec.expert_bytes:
         raise ConfigError(
-            f"`low_precision` {config.low_precision}: a low copy would take {format_bytes(low.expert_bytes)}, and the "
-            f"experts take {format_bytes(spec.expert_bytes)} as they are; give a lower one, or none",
+            f"`low_precision={config.low_precision}` saves no memory: a low-precision copy of an expert would take "
+            f"{format_bytes(low.expert_bytes)}, and an expert as it is stored takes "
+            f"{format_bytes(spec.expert_bytes)}; give a lower precision, or none",
             setting="low_precision",
             given=config.low_precision,
             allowed="a precision of fewer bits than the experts have",
@@ -71,8 +72,8 @@ def choose_context(model_config: ModelConfig, config: EngineConfig) -> int:
         return min(DEFAULT_CONTEXT_TOKENS, limit or DEFAULT_CONTEXT_TOKENS)
     if limit is not None and config.context_tokens > limit:
         raise ConfigError(
-            f"`context_tokens` {config.context_tokens} is more than the {limit} positions the model was made for by "
-            f"its config.json; give at most {limit}",
+            f"`context_tokens={config.context_tokens}` is more than the {limit} positions that config.json allows "
+            f"for this model; give at most {limit}",
             setting="context_tokens",
             given=config.context_tokens,
             allowed=f"a whole number from 1 to {limit}",
@@ -86,5 +87,6 @@ def _check_used(outline: Outline, path: Path) -> None:
         top_k = outline.anatomy.top_k.get(site.layer)
         if top_k is None or not 1 <= top_k <= site.experts:
             raise CheckpointError(
-                f"{path}: a token would use {top_k} of {site.experts} experts in layer {site.layer}; download it again"
+                f"by {path}, a token would use {top_k} experts of layer {site.layer}, which has only {site.experts}; "
+                "download the file again"
             )

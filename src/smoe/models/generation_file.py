@@ -30,7 +30,9 @@ def check_values(found: Mapping[str, Any], path: Path) -> None:
     for key, value in found.items():
         wanted = _wrong(key, value)
         if wanted:
-            raise CheckpointError(f"{path}: {key!r} is {value!r:.80}, it must be {wanted}; correct it, or leave it out")
+            raise CheckpointError(
+                f"the field {key!r} of {path} is {value!r:.80}; it must be {wanted}: correct the field, or remove it"
+            )
 
 
 def _wrong(key: str, value: Any) -> str | None:

@@ -129,8 +129,8 @@ def _check_computed(family: GgufFamily, entries: Entries) -> None:
         value = entries.values.get(key)
         if value is not None and not any(_is_same(value, each) for each in allowed):
             raise UnsupportedModelError(
-                f"{entries.path}: '{entries.architecture}.{key}' is {value!r:.80}; smoe reads files without it, or "
-                f"where it is {allowed[-1]}"
+                f"{entries.path}: the metadata entry '{entries.architecture}.{key}' is {value!r:.80}; smoe reads "
+                f"only files without this entry, or with the value {allowed[-1]}"
             )
 
 
@@ -146,7 +146,7 @@ def _shapes(
     are tied, and sizes that have no metadata entry."""
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
-        raise CheckpointError(f"{path} has no matrix 'token_embd.weight'; download it again")
+        raise CheckpointError(f"{path} has no tensor 'token_embd.weight'; download it again")
     found: dict[str, Any] = {
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in tensors,
@@ -161,7 +161,10 @@ def _shapes(
 def _token(header: GgufHeader, key: str) -> int | None:
     token = header.metadata.get(key)
     if token is not None and (not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < 2**31):
-        raise CheckpointError(f"{header.path}: {key!r} is {token!r:.80}, it must be the number of a token")
+        raise CheckpointError(
+            f"{header.path}: the metadata entry {key!r} is {token!r:.80}; it must be the number of a token: download "
+            "the file again"
+        )
     return token
 
 
@@ -192,7 +195,10 @@ def _rope(family: GgufFamily, entries: Entries) -> dict[str, Any]:
     if kind == "none":
         return parameters
     if kind not in ("linear", "yarn"):
-        raise UnsupportedModelError(f"{path} scales positions by {kind!r:.80}; smoe reads none, linear and yarn")
+        raise UnsupportedModelError(
+            f"{path} scales rotary positions by the method {kind!r:.80}; smoe supports none, linear and yarn: take "
+            "the model's safetensors release"
+        )
     parameters |= {"rope_type": kind, "factor": values.get("rope.scaling.factor")}
     if kind == "yarn":
         parameters["original_max_position_embeddings"] = values.get("rope.scaling.original_context_length")
@@ -200,7 +206,10 @@ def _rope(family: GgufFamily, entries: Entries) -> dict[str, Any]:
     for key, value in parameters.items():
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if key != "rope_type" and not (is_number and 0 < value < math.inf):
-            raise CheckpointError(f"{path} scales positions by {kind!r}, but {key} is {value!r:.80}; download it again")
+            raise CheckpointError(
+                f"{path} scales rotary positions by the method {kind!r}, but the parameter {key} is {value!r:.80}; "
+                "download it again"
+            )
     if kind == "yarn":
         parameters |= family.fixed_yarn
     return parameters

@@ -65,7 +65,8 @@ def _stored_part(part: Part, site: ExpertsSite) -> Part:
     name = part.name.removesuffix(_BIAS)
     if name not in _KINDS:
         raise UnsupportedModelError(
-            f"{part.name!r} of {site.name!r} has no place in GGUF files; take the model's safetensors release"
+            f"GGUF files have no tensor for {part.name!r} of {site.name!r}, so smoe cannot read this model from a "
+            "GGUF file; take the model's safetensors release"
         )
     is_turned = name in site.transposed and len(part.shape) == 2
     return replace(part, is_turned=is_turned, takes_turns=site.takes_turns and name == "gate_up_proj")
@@ -90,8 +91,8 @@ def _every_expert(
     if len(whole) < site.experts:
         missing = key if not whole else f"blk.{site.layer}.{stem}.{apart.index(None)}.{suffix}"
         raise CheckpointError(
-            f"{place} has no {missing!r}, the experts of layer {site.layer}, which its metadata asks for; it is "
-            "incomplete"
+            f"{place} lacks {missing!r}, tensors of the experts of layer {site.layer} that its metadata requires; "
+            "the file is incomplete: download it again"
         )
     for tensor in whole:
         check_shape(tensor, shape)
@@ -103,8 +104,8 @@ def check_shape(tensor: StoredTensor, wanted: Sequence[int]) -> None:
     and transformers add and drop them."""
     if [n for n in tensor.shape if n != 1] != [n for n in wanted if n != 1]:
         raise CheckpointError(
-            f"{tensor.key!r} in {tensor.path} has the shape {list(tensor.shape)}, another shape than its metadata "
-            f"says: {list(wanted)}; download it again"
+            f"the tensor {tensor.key!r} in {tensor.path} has the shape {list(tensor.shape)}, but by the file's "
+            f"metadata it has the shape {list(wanted)}; download it again"
         )
 
 
@@ -115,6 +116,7 @@ def _check_quantised(layer: StoredLayer) -> None:
         for tensor in layer.sources[0][part.name] if len(part.shape) == 2 else ():
             if tensor.dtype not in FORMATS:
                 raise UnsupportedModelError(
-                    f"{tensor.key!r} in {tensor.path} is {tensor.dtype}; of this family smoe reads GGUF files whose "
-                    "experts are quantised, as published (MXFP4): take such a file, or the safetensors release"
+                    f"the tensor {tensor.key!r} in {tensor.path} is {tensor.dtype}; for this family smoe reads only "
+                    "GGUF files whose experts are quantised, as published (MXFP4): take such a file, or the "
+                    "safetensors release"
                 )

@@ -59,9 +59,9 @@ def architecture_of(header: GgufHeader) -> str:
     metadata = header.metadata
     name, kind = metadata.get("general.architecture"), metadata.get("general.type")
     if isinstance(kind, str) and kind in _OTHER_TYPES:
-        raise UnsupportedModelError(f"{header.path} is no model, but {_OTHER_TYPES[kind]}")
+        raise UnsupportedModelError(f"{header.path} is not a model, but {_OTHER_TYPES[kind]}")
     if not isinstance(name, str):
-        raise CheckpointError(f"{header.path} does not say which architecture it is for; download it again")
+        raise CheckpointError(f"{header.path} does not state the architecture of its model; download it again")
     if name in FAMILIES:
         return name
     reason = _OTHER_KINDS.get(name)
@@ -74,8 +74,8 @@ def architecture_of(header: GgufHeader) -> str:
             "docs/families.md lists what works"
         )
     raise UnsupportedModelError(
-        f"{header.path} holds a model of the architecture {name!r:.80}; of GGUF files smoe reads "
-        f"{', '.join(FAMILIES)}: take the model's safetensors release, which may well work"
+        f"{header.path} holds a model of the architecture {name!r:.80}; smoe reads GGUF files only of the "
+        f"architectures {', '.join(FAMILIES)}: try the model's safetensors release, which may be supported"
     )
 
 

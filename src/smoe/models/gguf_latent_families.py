@@ -143,8 +143,8 @@ def _dots3(entries: Entries, fields: dict[str, Any]) -> None:
     is_sliding, heads = sliding_layers(entries, count), entries.numbers("attention.head_count", count)
     if entries.values.get("attention.indexer.types", [])[:count] != [not each for each in is_sliding]:
         raise UnsupportedModelError(
-            f"{entries.path}: in transformers' 'dots3_note_text' exactly the layers without a window have an indexer; "
-            "'dots3note.attention.indexer.types' is otherwise"
+            f"{entries.path}: 'dots3note.attention.indexer.types' does not fit transformers' 'dots3_note_text', in "
+            "which exactly the layers without a window have an indexer"
         )
     fields["num_attention_heads"] = heads[is_sliding.index(False)] if False in is_sliding else heads[0]
     latent_attention(entries, fields)

@@ -66,8 +66,8 @@ class GgufSizes:
         )
         if unknown:
             raise UnsupportedModelError(
-                f"{tensors[unknown[0]].path} holds {unknown[0]!r}, for which transformers' "
-                f"{spec.config.model_type!r} has no place: the file is of a variant that smoe does not read"
+                f"{tensors[unknown[0]].path} holds the tensor {unknown[0]!r}, which transformers' "
+                f"{spec.config.model_type!r} does not have: the file is of a variant that smoe does not read"
             )
         if spec.precision == "auto":
             return layers
@@ -147,12 +147,13 @@ class GgufSizes:
             for key in source.keys:
                 if not tensors[key].made_of and not is_readable(tensors[key].dtype):
                     raise UnsupportedModelError(
-                        f"{key!r} in {tensors[key].path} is {tensors[key].dtype}, which smoe cannot read"
+                        f"the tensor {key!r} in {tensors[key].path} has the data type {tensors[key].dtype}, which "
+                        "smoe cannot read; take another file of the model"
                     )
         if missing:
             raise CheckpointError(
-                f"{self.place} lacks {len(missing)} weights, {missing[0]!r} first, which its metadata asks for; the "
-                "file is incomplete"
+                f"{self.place} lacks {len(missing)} weights that its metadata requires, beginning with "
+                f"{missing[0]!r}; the file is incomplete: download it again"
             )
 
     def _layers(self, spec: ModelSpec) -> dict[int, StoredLayer]:

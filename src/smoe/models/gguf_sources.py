@@ -50,9 +50,9 @@ class WeightSource(NamedTuple):
             check_shape(parts[0], shape)
         elif not _fit([math.prod(part.shape) for part in parts], math.prod(shape), self.arrangement.is_part):
             raise CheckpointError(
-                f"{', '.join(map(repr, self.keys))} in {parts[0].path} have the shapes "
-                f"{', '.join(str(list(part.shape)) for part in parts)}, other shapes than its metadata says: together "
-                f"they should be {list(shape)}; download it again"
+                f"the tensors {', '.join(map(repr, self.keys))} in {parts[0].path} have the shapes "
+                f"{', '.join(str(list(part.shape)) for part in parts)}; by the file's metadata they should have "
+                f"the shape {list(shape)} together; download it again"
             )
 
 
@@ -77,7 +77,10 @@ def _source(family: GgufFamily, entries: Entries, name: str, table: TensorNameMa
         keys = tuple(prefix + source for source in arrangement.sources)
         return WeightSource(keys, arrangement) if key is None or key not in entries.tensors else WeightSource((key,))
     if key is None:
-        raise UnsupportedModelError(f"the gguf package has no name for {name!r} of {entries.architecture!r}")
+        raise UnsupportedModelError(
+            f"the gguf package has no name for the parameter {name!r} of the architecture {entries.architecture!r}, "
+            "so smoe cannot read this file"
+        )
     return WeightSource((key,), arrangement)
 
 

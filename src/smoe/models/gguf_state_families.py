@@ -93,14 +93,14 @@ def _lfm2(entries: Entries, fields: dict[str, Any]) -> None:
     fields["use_expert_bias"] = any(".exp_probs_b." in key for key in entries.tensors)
 
 
-def _period(layers: list[bool], what: str, entries: Entries) -> tuple[int, int]:
+def _period(layers: list[bool], component: str, entries: Entries) -> tuple[int, int]:
     """Return (period, offset) of the layers that are marked True. Raise `UnsupportedModelError` if these layers do not
     occur at regular intervals."""
     numbers = [number for number, each in enumerate(layers) if each]
     period = numbers[1] - numbers[0] if len(numbers) > 1 else len(layers)
     if not numbers or any(each != (number % period == numbers[0] % period) for number, each in enumerate(layers)):
         raise UnsupportedModelError(
-            f"{entries.path} has {what} in the layers {numbers}; transformers' 'jamba' supports them only at "
+            f"{entries.path} has {component} in the layers {numbers}; transformers' 'jamba' supports this only at "
             "regular distances"
         )
     return period, numbers[0]

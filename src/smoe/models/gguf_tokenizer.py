@@ -70,8 +70,8 @@ def _backend(vocabulary: Vocabulary, split: Split | None) -> Tokenizer:
     kinds = {"llama": by_scores, "gemma4": unsplit}
     if vocabulary.model not in kinds:
         raise UnsupportedModelError(
-            f"{vocabulary.header.path} has a vocabulary of the kind {vocabulary.model!r:.80}; of GGUF files smoe reads "
-            f"the kinds gpt2, {', '.join(kinds)}: take the model's safetensors release"
+            f"{vocabulary.header.path} has a vocabulary of the kind {vocabulary.model!r:.80}; smoe reads GGUF files "
+            f"with vocabularies of the kinds gpt2, {', '.join(kinds)}: take the model's safetensors release"
         )
     return kinds[vocabulary.model](vocabulary)
 
@@ -84,8 +84,9 @@ def _split_of(vocabulary: Vocabulary) -> Split:
     if usual is not None:
         name = usual
         _log.warning(
-            "%s does not say how it splits texts (tokenizer.ggml.pre): %r is assumed, as in other files of its family; "
-            "with another split the model works less well. A newer file of the model says it",
+            "%s does not state how it splits texts (tokenizer.ggml.pre): %r is assumed, as in other files of its "
+            "family; if that is wrong, the model works less well, and a newer GGUF file of the model may state the "
+            "split",
             path,
             name,
         )
@@ -109,7 +110,9 @@ def _special_numbers(vocabulary: Vocabulary) -> dict[str, int]:
         if number is None:
             continue
         if not isinstance(number, int) or not 0 <= number < count:
-            raise ValueError(f"{key} is {number!r:.40}, and there are {count} tokens")
+            raise ValueError(
+                f"the metadata entry {key} is token {number!r:.40}, but the vocabulary has only {count} tokens"
+            )
         found[name] = number
     return found
 

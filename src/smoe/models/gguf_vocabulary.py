@@ -56,7 +56,9 @@ class Vocabulary:
                 "tokens; download the file again"
             )
         if any(map(math.isnan, found)):
-            raise CheckpointError(f"{self.header.path} has a score that is no number; download the file again")
+            raise CheckpointError(
+                f"{self.header.path} has a score (tokenizer.ggml.scores) that is not a number; download the file again"
+            )
         return found
 
 
@@ -65,7 +67,7 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary:
     tokens, kinds = _array(header, "tokens", str), _array(header, "token_type", int)
     model = header.metadata.get("tokenizer.ggml.model")
     if not tokens or not isinstance(model, str):
-        raise CheckpointError(f"{header.path} has no tokenizer in its metadata; take a file that has one")
+        raise CheckpointError(f"{header.path} has no tokenizer in its metadata; take a GGUF file that has a tokenizer")
     if kinds is not None and len(kinds) < len(tokens):
         raise CheckpointError(
             f"{header.path} has {len(kinds)} entries in tokenizer.ggml.token_type for {len(tokens)} tokens; download "
@@ -91,7 +93,10 @@ def _array(header: GgufHeader, name: str, kind: type | tuple[type, ...]) -> list
         return None
     found = read_array(header, key) if isinstance(value, GgufArray) else None
     if found is None or not all(isinstance(each, kind) for each in found):
-        raise CheckpointError(f"{header.path}: {key!r} is not a list of the usual kind; download the file again")
+        raise CheckpointError(
+            f"{header.path}: the metadata entry {key!r} is not a list of values of the required type; download the "
+            "file again"
+        )
     return list(found)
 
 
@@ -100,6 +105,7 @@ def _parts(header: GgufHeader, merge: str) -> tuple[str, str]:
     left, space, right = merge[1:].partition(" ")
     if not space or not right:
         raise CheckpointError(
-            f"{header.path} has the merge {merge!r:.80}, which has no two sides; download the file again"
+            f"{header.path} has the merge {merge!r:.80}, which does not consist of two texts with a space between "
+            "them; download the file again"
         )
     return merge[0] + left, right

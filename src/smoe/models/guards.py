@@ -89,7 +89,7 @@ _WHY_UNCOMPILED = "experts are loaded while the model runs"
 
 @functools.cache
 def _warn_once() -> None:
-    _log.warning("torch.compile does nothing for this model (%s): it runs uncompiled", _WHY_UNCOMPILED)
+    _log.warning("torch.compile does nothing for this model (%s): the model runs uncompiled", _WHY_UNCOMPILED)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -131,8 +131,8 @@ def _unchanged(module: nn.Module) -> Callable[..., nn.Module]:
 
 def _fixed(now: torch.Tensor, why: str) -> EngineStateError:
     return EngineStateError(
-        f"this model computes in {_name(now.dtype)} on {now.device}, and its experts and its memory budget with it; "
-        + why
+        f"this model computes in {_name(now.dtype)} on {now.device}, for which its experts and its memory budget were "
+        "prepared; " + why
     )
 
 
@@ -144,8 +144,8 @@ def not_copied(*_: Any) -> NoReturn:
 def _not_saved(model: PreTrainedModel, name: str) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> None:
         raise EngineStateError(
-            f"{name} would write this model without its experts, which are read from {model.name_or_path} as they are "
-            "needed; nothing in it has changed, so copy or upload that checkpoint instead"
+            f"{name} would write this model without its experts, which are read from {model.name_or_path} when they "
+            "are needed; the weights have not changed, so copy or upload that checkpoint instead"
         )
 
     return refuse

@@ -112,7 +112,10 @@ def _chosen(named: HubGguf, sizes: Mapping[str, int]) -> list[str]:
     parts = parts_of(models[0])
     absent = [name for name in parts if name not in sizes]
     if absent:
-        raise CheckpointError(f"{named.repository} lacks {len(absent)} of {len(parts)} parts of a model, {absent[0]!r}")
+        raise CheckpointError(
+            f"{named.repository} lacks {len(absent)} of the {len(parts)} parts of the model, beginning with "
+            f"{absent[0]!r}; choose another file or repository"
+        )
     return parts
 
 
@@ -141,4 +144,7 @@ def _fetch_header(repository: str, name: str, revision: str | None, size: int, f
                 if not more or count >= size:
                     raise
             if not more:
-                raise ModelError(f"{repository}/{name} ends after {count} bytes, and the hub says {size}; try again")
+                raise ModelError(
+                    f"the download of {repository}/{name} ended after {count} bytes, and the file has {size} bytes; "
+                    "try again"
+                )

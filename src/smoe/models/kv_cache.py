@@ -78,10 +78,13 @@ class RowCache(DynamicCache):
         self.check_alive()
         if self._pending and not self.can_rewind:
             raise EngineStateError(
-                "a failed pass has left the states of recurrent layers incomplete; start a new cache"
+                "a failed forward pass has left the states of recurrent layers incomplete; start a new cache"
             )
         if rows != self.rows:
-            raise EngineStateError(f"this cache was made for {self.rows} sequences, the input has {rows}")
+            raise EngineStateError(
+                f"this cache was made for {self.rows} sequences, and the input has {rows}; make a cache for the "
+                "input's number of sequences"
+            )
         if self.length + tokens > self.capacity_tokens:
             raise self._too_small(self.length + tokens, "shorten the prompt")
         self._pending = tokens
@@ -132,7 +135,8 @@ class RowCache(DynamicCache):
             more = "`context_tokens` or `max_sequences`, whose product all sequences share"
             needed = f"as many as make {tokens * self.rows} positions with `max_sequences`"
         return ContextError(
-            f"{tokens} tokens do not fit the context of {self.capacity_tokens} reserved{room}; {fewer} or raise {more}",
+            f"{tokens} tokens do not fit the context of {self.capacity_tokens} tokens for which memory is "
+            f"reserved{room}; {fewer} or raise {more}",
             setting="context_tokens",
             given=self.capacity_tokens,
             allowed=needed,
@@ -172,7 +176,10 @@ class RowCache(DynamicCache):
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot rewind a cache of {self.length} tokens to {length}")
         if length < self.length and not self.can_rewind:
-            raise EngineStateError("layers with a recurrent state cannot forget tokens; start a new cache")
+            raise EngineStateError(
+                "this cache cannot forget tokens, because the model has layers with a recurrent state; start a new "
+                "cache"
+            )
         self.length = length
 
     def take_over(self, other: RowCache, begin: int, end: int) -> None:
@@ -185,12 +192,14 @@ class RowCache(DynamicCache):
         self.check_alive()
         other.check_alive()
         if not (self.can_rewind and other.can_rewind):
-            raise EngineStateError("layers with a recurrent state have no positions that another cache could take over")
+            raise EngineStateError(
+                "this model has layers with a recurrent state, so another cache cannot take over single positions"
+            )
         has_place = begin <= self.length and end <= self.capacity_tokens
         if self.rows != other.rows or not (0 <= begin <= end <= other.length and has_place):
             raise ValueError(
-                f"a cache of {self.rows} rows of {self.length} tokens cannot take over positions {begin} to {end} of "
-                f"one of {other.rows} rows of {other.length}"
+                f"a cache of {self.rows} rows and {self.length} tokens cannot take over the positions {begin} to "
+                f"{end} of a cache of {other.rows} rows and {other.length} tokens"
             )
         self.back(0, self.rows, self.start + end)
         for mine, theirs in zip(self.layers, other.layers, strict=True):
@@ -220,8 +229,9 @@ class RowCache(DynamicCache):
         nbytes = (end - begin) * like.position_bytes
         if not (begin == self.length and begin < end <= self.capacity_tokens) or rows.numel() != nbytes:
             raise ValueError(
-                f"{rows.numel()} bytes are no positions {begin} to {end} of a cache of {self.length} tokens, with room "
-                f"for {self.capacity_tokens} of {like.position_bytes} bytes"
+                f"positions {begin} to {end} cannot be appended from {rows.numel()} bytes: the cache has "
+                f"{self.length} tokens and room for {self.capacity_tokens}, and each position takes "
+                f"{like.position_bytes} bytes"
             )
         at = 0
         self.back(0, self.rows, self.start + end)
@@ -275,8 +285,8 @@ class RowCache(DynamicCache):
         """Raise `EngineStateError` if the cache has released its memory."""
         if self._is_retired:
             raise EngineStateError(
-                "a newer cache has taken this one's part of the budget; use one cache at a time, or raise "
-                "`context_tokens`"
+                "a newer cache uses the part of the memory budget that this cache had; use one cache at a time, or "
+                "raise `context_tokens`"
             )
 
     def end_rows(self, done: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ class KVWindow(RowCache):
     def __init__(self, whole: RowCache, config: Any, first: int, rows: int) -> None:
         """Create the window. Raises `ValueError` if layers of the cache have a recurrent state."""
         if not whole.can_rewind:
-            raise ValueError("layers with a recurrent state have no positions, so no window")
+            raise ValueError("this model has layers with a recurrent state, which have no positions and so no window")
         super().__init__(config, rows, whole.capacity_tokens)
         self._whole, self._first = whole, first
         self.layers = [

@@ -50,7 +50,10 @@ def joined(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         elif key.endswith(_CODES):
             name = key.removesuffix(_CODES)
             if name in found:
-                raise CheckpointError(f"{tensor.path} holds both {key!r} and {name!r}, the same weight; download again")
+                raise CheckpointError(
+                    f"{tensor.path} holds both {key!r} and {name!r}, which are the same weight; download the "
+                    "checkpoint again"
+                )
             found[name] = _joined(tensor, _other(tensors, key, _CODES, _SCALES))
     return found
 
@@ -87,8 +90,9 @@ def _joined(codes: StoredTensor, scales: StoredTensor) -> StoredTensor:
     *leading, blocks, width = codes.shape if len(codes.shape) == 4 else (0, 0)
     if width != _CODE_BYTES or scales.shape != (*leading, blocks) or not math.prod(codes.shape):
         raise CheckpointError(
-            f"{scales.path}: {scales.key!r} has the shape {list(scales.shape)} and {codes.key!r} {list(codes.shape)}; "
-            f"they should be [experts, rows, blocks] and [experts, rows, blocks, {_CODE_BYTES}]; download again"
+            f"{scales.path}: the tensors {scales.key!r} and {codes.key!r} have the shapes {list(scales.shape)} and "
+            f"{list(codes.shape)}; they should be [experts, rows, blocks] and [experts, rows, blocks, "
+            f"{_CODE_BYTES}]; download the checkpoint again"
         )
     shape = (*leading, blocks * MXFP4_PAIRS.numbers)
     made_of = (

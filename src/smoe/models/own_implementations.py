@@ -24,8 +24,8 @@ def check_implementations(config: Mapping[str, Any], path: Path) -> None:
     for field, name in _named(config):
         if "/" in name:
             raise UnsupportedModelError(
-                f"{path}: {field!r} is {name!r:.80}, which is code on the hub; smoe runs no code that a checkpoint "
-                "chooses: remove the field, without it the model is computed in the usual way"
+                f"{path}: the field {field!r} is {name!r:.80}, which is code on the hub; smoe runs no code that a "
+                "checkpoint chooses: remove the field, and the model is computed in the usual way"
             )
 
 

@@ -225,9 +225,9 @@ def check_takes_less(contents: Contents, spec: ModelSpec) -> None:
     quantized checkpoint."""
     if contents.nbytes >= spec.experts_bytes:
         raise ConfigError(
-            f"`precision` {contents.name}: the experts would take {format_bytes(contents.nbytes)}, and as they are "
-            f"stored, quantised already, {format_bytes(spec.experts_bytes)}; give a lower precision, or use the model "
-            "as it is",
+            f"`precision={contents.name}` saves no memory: the experts would take {format_bytes(contents.nbytes)}, "
+            f"and in the quantised form in which they are stored they take {format_bytes(spec.experts_bytes)}; give "
+            "a lower precision, or leave out `precision`",
             setting="precision",
             given=contents.name,
             allowed="a precision of fewer bits than the file's own",
@@ -269,8 +269,8 @@ def experts_in_precision(place: Path, spec: ModelSpec) -> dict[int, StoredLayer]
     if packed is None:
         setting, without = ("precision", "auto") if spec.form == EXACT else ("low_precision", "none")
         raise UnpreparedError(
-            f"`{setting}` {contents.name}: {contents.path(place)} is not there; run smoe pack on {place} with "
-            f"`precision` {contents.name} first",
+            f"`{setting}={contents.name}`: {contents.path(place)} is not there; run smoe pack on {place} with "
+            f"`precision={contents.name}` first",
             setting=setting,
             given=contents.name,
             allowed=f"{without}, or a precision that the model has been packed in",
@@ -306,8 +306,8 @@ def _check_header(path: Path, header: dict[str, Any], wanted: dict[str, Any]) ->
     checkpoint's."""
     if header.get("version") != VERSION:
         raise CheckpointError(
-            f"{path} is a pack of version {header.get('version')!r:.20}, and this smoe reads version {VERSION}: run "
-            "smoe pack again, or delete it"
+            f"{path} is a packed file of version {header.get('version')!r:.20}, and this smoe reads version "
+            f"{VERSION}: run smoe pack again, or delete the file"
         )
     if header != wanted:
         raise CheckpointError(
@@ -318,7 +318,7 @@ def _check_header(path: Path, header: dict[str, Any], wanted: dict[str, Any]) ->
 
 def _asked(contents: str) -> str:
     """Return the option of `smoe pack` that writes the contents with this name, as a text for messages."""
-    return f" with `precision` {contents}" if contents in PRECISION else ""
+    return f" with `precision={contents}`" if contents in PRECISION else ""
 
 
 def _packed_layer(

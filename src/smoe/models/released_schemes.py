@@ -123,7 +123,7 @@ def read_scheme(stated: Stated | None) -> Scheme | None:
         return None
     entries, method = stated.fields, str(stated.method)
     readers = {"fp8": _fp8, "compressed-tensors": _compressed, "modelopt": _modelopt, "gptq": _gptq, "awq": _awq}
-    scheme = readers[method](entries, f"{stated.place}: experts quantised by {method}")
+    scheme = readers[method](entries, stated)
     return replace(scheme, left_out=_left_out(entries), is_of_text=stated.is_of_text)
 
 
@@ -140,45 +140,47 @@ def _left_out(entries: Mapping[str, Any]) -> tuple[str, ...]:
     return (*found, *([] if entries.get("lm_head") else ["lm_head"]))
 
 
-def _refuse(whose: str, what: str) -> NoReturn:
-    raise UnsupportedModelError(f"{whose} {what}, which smoe does not read; {_TAKE}")
+def _refuse(stated: Stated, property: str) -> NoReturn:
+    raise UnsupportedModelError(
+        f"{stated.place}: the experts quantised by {stated.method} {property}, which smoe does not read; {_TAKE}"
+    )
 
 
-def _fp8(entries: Mapping[str, Any], whose: str) -> Scheme:
+def _fp8(entries: Mapping[str, Any], stated: Stated) -> Scheme:
     size, experts = entries.get("weight_block_size"), entries.get("expert_dtype", "fp8")
     if entries.get("fmt", "e4m3") not in _E4M3:
-        _refuse(whose, f"are in the format {entries['fmt']!r:.40}")
+        _refuse(stated, f"are in the format {entries['fmt']!r:.40}")
     if experts not in ("fp8", "fp4"):
-        _refuse(whose, f"have the expert_dtype {experts!r:.40}")
+        _refuse(stated, f"have the expert_dtype {experts!r:.40}")
     if entries.get("moe_quant_algo") is not None or entries.get("quantized_layers"):
-        _refuse(whose, f"are quantised once more by modelopt (moe_quant_algo {entries.get('moe_quant_algo')!r:.40})")
+        _refuse(stated, f"are quantised once more by modelopt (moe_quant_algo {entries.get('moe_quant_algo')!r:.40})")
     fp4 = Scheme("fp8", 4, True, MXFP4_PAIRS.numbers) if experts == "fp4" else None
     if size is None:
         return Scheme("fp8", is_float=True, rows_each=0, experts=fp4)
     if not (isinstance(size, (list, tuple)) and len(size) == 2 and size[1] == FP8.numbers and _is_count(size[0])):
-        _refuse(whose, f"have blocks of {size!r:.40} instead of [128, 128]")
+        _refuse(stated, f"have blocks of {size!r:.40} instead of [128, 128]")
     return Scheme("fp8", is_float=True, columns_each=FP8.numbers, rows_each=int(size[0]), experts=fp4)
 
 
-def _compressed(entries: Mapping[str, Any], whose: str) -> Scheme:
+def _compressed(entries: Mapping[str, Any], stated: Stated) -> Scheme:
     groups = entries.get("config_groups")
     kinds = [each.get("weights") for each in groups.values()] if _holds_objects(groups) else []
     weights: Any = kinds[0] if kinds else None
     if not isinstance(weights, dict) or any(kind != weights for kind in kinds):
-        _refuse(whose, f"have {len(kinds) or 'no'} kinds of weights in 'config_groups'")
+        _refuse(stated, f"have {len(kinds) or 'no'} kinds of weights in 'config_groups'")
     form = entries.get("format")
     bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
     if form in _FLOAT4:
         if weights.get("group_size") != _FLOAT4[form]:
-            _refuse(whose, f"have groups of {weights.get('group_size')!r:.40} columns in the format {form!r}")
+            _refuse(stated, f"have groups of {weights.get('group_size')!r:.40} columns in the format {form!r}")
         return Scheme("compressed-tensors", 4, True, _FLOAT4[form])
-    columns_each, rows_each = _shared(weights, strategy, whose)
+    columns_each, rows_each = _shared(weights, strategy, stated)
     if kind == "float" and bits == 8:
         return Scheme("compressed-tensors", 8, True, columns_each, rows_each)
     if kind != "int" or bits not in (4, 8) or form != "pack-quantized":
-        _refuse(whose, f"are {kind} with {bits} bits in the format {form!r:.40}")
+        _refuse(stated, f"are {kind} with {bits} bits in the format {form!r:.40}")
     if strategy not in ("group", "channel"):
-        _refuse(whose, f"have scales by {strategy!r:.40}")
+        _refuse(stated, f"have scales by {strategy!r:.40}")
     is_reordered = weights.get("actorder") not in (None, False, "static", "weight")
     return Scheme(
         "compressed-tensors",
@@ -193,7 +195,7 @@ def _holds_objects(groups: object) -> TypeGuard[dict[str, dict[str, Any]]]:
     return isinstance(groups, dict) and all(isinstance(each, dict) for each in groups.values())
 
 
-def _shared(weights: Mapping[str, Any], strategy: object, whose: str) -> tuple[int | None, int]:
+def _shared(weights: Mapping[str, Any], strategy: object, stated: Stated) -> tuple[int | None, int]:
     """Return (columns, rows): how many columns and rows of a matrix have a scale in common, as in `Scheme`."""
     if strategy == "tensor":
         return None, 0
@@ -204,66 +206,66 @@ def _shared(weights: Mapping[str, Any], strategy: object, whose: str) -> tuple[i
         return size, 1
     if strategy == "block" and isinstance(block, (list, tuple)) and len(block) == 2 and all(map(_is_count, block)):
         return int(block[1]), int(block[0])
-    _refuse(whose, f"have scales by {strategy!r:.40} of {size if strategy == 'group' else block!r:.40}")
+    _refuse(stated, f"have scales by {strategy!r:.40} of {size if strategy == 'group' else block!r:.40}")
 
 
-def _modelopt(entries: Mapping[str, Any], whose: str) -> Scheme:
+def _modelopt(entries: Mapping[str, Any], stated: Stated) -> Scheme:
     algorithm = str(entries.get("quant_algo")).upper()
     if algorithm == "MIXED_PRECISION":
-        return Scheme("modelopt", is_float=True, layers=_layers(entries, whose))
+        return Scheme("modelopt", is_float=True, layers=_layers(entries, stated))
     if algorithm == "FP8":
         return Scheme("modelopt", is_float=True, rows_each=0)
     if algorithm not in _NVFP4:
-        _refuse(whose, f"are quantised as {entries.get('quant_algo')!r:.40}")
+        _refuse(stated, f"are quantised as {entries.get('quant_algo')!r:.40}")
     if entries.get("group_size", NVFP4_GROUP) != NVFP4_GROUP:
-        _refuse(whose, f"have groups of {entries['group_size']!r:.40} columns in NVFP4")
+        _refuse(stated, f"have groups of {entries['group_size']!r:.40} columns in NVFP4")
     return Scheme("modelopt", 4, True, NVFP4_GROUP)
 
 
-def _layers(entries: Mapping[str, Any], whose: str) -> dict[str, Scheme]:
+def _layers(entries: Mapping[str, Any], stated: Stated) -> dict[str, Scheme]:
     """Return the scheme of each quantized layer of the decoder."""
     layers = entries.get("quantized_layers")
     if not _holds_objects(layers) or not layers:
-        _refuse(whose, "are quantised as 'MIXED_PRECISION' without 'quantized_layers', which names the layers,")
+        _refuse(stated, "are quantised as 'MIXED_PRECISION' without 'quantized_layers', which names the layers,")
     read = {json.dumps(each, sort_keys=True): each for each in layers.values()}
-    schemes = {key: _modelopt(each, whose) for key, each in read.items() if each.get("quant_algo") is not None}
+    schemes = {key: _modelopt(each, stated) for key, each in read.items() if each.get("quant_algo") is not None}
     found = {in_decoder(name): schemes.get(json.dumps(each, sort_keys=True)) for name, each in layers.items()}
     return {name: scheme for name, scheme in found.items() if name and scheme is not None}
 
 
-def _gptq(entries: Mapping[str, Any], whose: str) -> Scheme:
+def _gptq(entries: Mapping[str, Any], stated: Stated) -> Scheme:
     bits, group = entries.get("bits"), entries.get("group_size")
     if bits not in (4, 8):
-        _refuse(whose, f"have {bits!r:.40} bits")
+        _refuse(stated, f"have {bits!r:.40} bits")
     if entries.get("is_marlin_format") or entries.get("checkpoint_format", "gptq") not in ("gptq", "gptq_v2"):
-        _refuse(whose, f"are in the format {entries.get('checkpoint_format', 'marlin')!r:.40}")
+        _refuse(stated, f"are in the format {entries.get('checkpoint_format', 'marlin')!r:.40}")
     return Scheme(
         "gptq",
         bits,
-        columns_each=_group(group, whose),
+        columns_each=_group(group, stated),
         has_zeros=True,
         less=0 if entries.get("checkpoint_format") == "gptq_v2" else 1,
         is_reordered=bool(entries.get("desc_act")),
     )
 
 
-def _awq(entries: Mapping[str, Any], whose: str) -> Scheme:
+def _awq(entries: Mapping[str, Any], stated: Stated) -> Scheme:
     bits, version = entries.get("bits", entries.get("w_bit")), str(entries.get("version", "gemm")).lower()
     if bits != 4 or version != "gemm":
-        _refuse(whose, f"have {bits!r:.40} bits in the version {version!r:.40}")
+        _refuse(stated, f"have {bits!r:.40} bits in the version {version!r:.40}")
     return Scheme(
         "awq",
         4,
-        columns_each=_group(entries.get("group_size", entries.get("q_group_size")), whose),
+        columns_each=_group(entries.get("group_size", entries.get("q_group_size")), stated),
         has_zeros=bool(entries.get("zero_point", True)),
     )
 
 
-def _group(size: object, whose: str) -> int | None:
+def _group(size: object, stated: Stated) -> int | None:
     if size == -1:
         return None
     if not _is_count(size):
-        _refuse(whose, f"have groups of {size!r:.40} columns")
+        _refuse(stated, f"have groups of {size!r:.40} columns")
     return size  # type: ignore[return-value]
 
 

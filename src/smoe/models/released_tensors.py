@@ -140,8 +140,9 @@ def _of_all_experts(
     for tensor in whole.values():
         if not tensor.shape or not tensor.nbytes or tensor.shape[0] != scales.shape[0]:
             raise CheckpointError(
-                f"{tensor.path}: {tensor.key!r} has the shape {list(tensor.shape)}, and {scales.key!r} "
-                f"{list(scales.shape)}: every expert needs scales of its own; download the checkpoint again"
+                f"{tensor.path}: the tensor {tensor.key!r} has the shape {list(tensor.shape)}, and its scales "
+                f"{scales.key!r} have the shape {list(scales.shape)}: every expert needs scales of its own; download "
+                "the checkpoint again"
             )
     first = {key: row_of(tensor, 0) for key, tensor in whole.items()}
     matrix = _Matrix(first, stem, _OF_ALL, scheme, first[scales.key])
@@ -175,9 +176,9 @@ class _Matrix:
         form = self._scheme.form(columns)
         if form is None:
             raise UnsupportedModelError(
-                f"{self._codes.path}: rows of {self._codes.key!r} have {columns} numbers, "
-                f"{self._scheme.columns_each or 'all'} with one scale, which make no whole blocks of 32, 64 or 128; "
-                "take another release of the model"
+                f"{self._codes.path}: rows of the tensor {self._codes.key!r} have {columns} numbers, and "
+                f"{self._scheme.columns_each or 'all'} numbers have a scale in common; these are no whole blocks of "
+                "32, 64 or 128, which smoe needs: take another release of the model"
             )
         made_of = self._made_of(BlockGrid(rows, columns // form.numbers, form.nbytes), form, columns)
         if self._order is not None:
@@ -198,8 +199,8 @@ class _Matrix:
         kind, codes = "F8_E4M3" if self._scheme.is_float else "I32", self._codes
         if codes.dtype != kind or len(codes.shape) != 2 or not codes.nbytes:
             raise CheckpointError(
-                f"{codes.path}: {codes.key!r} is {codes.dtype}{list(codes.shape)}, and by config.json it should be "
-                f"{kind} with two dimensions; download the checkpoint again"
+                f"{codes.path}: the tensor {codes.key!r} is {codes.dtype}{list(codes.shape)}, and by config.json it "
+                f"should be {kind} with two dimensions; download the checkpoint again"
             )
         first, second = codes.shape
         if self._scheme.is_float:
@@ -242,9 +243,9 @@ class _Matrix:
             stored = shape
         if stored != shape or tensor.dtype not in kinds:
             raise CheckpointError(
-                f"{tensor.path}: {tensor.key!r} is {tensor.dtype}{list(tensor.shape)}; by {self._codes.key!r}, "
-                f"{list(self._codes.shape)}, it should be {' or '.join(kinds)}{list(shape)}; download the checkpoint "
-                "again"
+                f"{tensor.path}: the tensor {tensor.key!r} is {tensor.dtype}{list(tensor.shape)}; to fit "
+                f"{self._codes.key!r} of the shape {list(self._codes.shape)}, it should be "
+                f"{' or '.join(kinds)}{list(shape)}; download the checkpoint again"
             )
 
 
@@ -269,8 +270,8 @@ class _Float4(_Matrix):
         codes = self._codes
         if codes.dtype not in _PAIRS_OF_CODES or len(codes.shape) != 2 or not codes.nbytes:
             raise CheckpointError(
-                f"{codes.path}: {codes.key!r} is {codes.dtype}{list(codes.shape)}, and by config.json it should be U8 "
-                "or I8 with two dimensions; download the checkpoint again"
+                f"{codes.path}: the tensor {codes.key!r} is {codes.dtype}{list(codes.shape)}, and by config.json it "
+                "should be U8 or I8 with two dimensions; download the checkpoint again"
             )
         return codes.shape[0], 2 * codes.shape[1]
 

@@ -68,7 +68,7 @@ def find_matrix(
     error = min(errors, default=math.inf)
     if not error <= TOLERANCE[dtype] * logits.abs().max().item():  # `not <=` also refuses NaN
         raise UnsupportedModelError(
-            f"the router of layer {layer} ({type(router).__name__}) is no plain product of its input with a matrix, so "
-            "it cannot be stacked; with another `prefetch` than stacked-gates, such as next-gate, the model works"
+            f"the router of layer {layer} ({type(router).__name__}) does not simply multiply its input by a matrix, "
+            "as stacked-gates requires; give another `prefetch`, such as next-gate"
         )
     return matrices[errors.index(error)]

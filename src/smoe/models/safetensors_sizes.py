@@ -108,7 +108,7 @@ class SafetensorsSizes:
         if self._scheme is not None and self._scheme.is_reordered:
             raise UnsupportedModelError(
                 f"{self.config_place}: the experts are quantised in the order of activations ({self._scheme.method}), "
-                "and cannot be used directly: run smoe pack with `precision` int8 or int4 once, and give the same "
+                "and cannot be used directly: run smoe pack with `precision=int8` or int4 once, and give the same "
                 "`precision` whenever the model is used"
             )
 

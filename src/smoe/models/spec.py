@@ -46,7 +46,9 @@ def own_dtype(model_config: ModelConfig) -> Dtype:
     """
     own: Any = getattr(model_config.get_text_config(), "dtype", None) or getattr(model_config, "dtype", None)
     if own is not None and not isinstance(own, str) and type(own).__name__ != "dtype":  # torch.dtype
-        raise CheckpointError(f"config.json: 'dtype' is {own!r:.80}, it must be the name of a type, as \"bfloat16\"")
+        raise CheckpointError(
+            f"config.json: 'dtype' is {own!r:.80}; it must be the name of a data type, such as \"bfloat16\""
+        )
     return BY_NAME.get(str(own).removeprefix("torch."), BF16)
 
 

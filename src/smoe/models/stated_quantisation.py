@@ -65,7 +65,9 @@ def _of_modelopt(place: Path) -> Stated | None:
         return None
     fields = read_object(place).get("quantization")
     if not isinstance(fields, dict):
-        raise CheckpointError(f"{place}: 'quantization' is {fields!r:.80}, it must be an object; download it again")
+        raise CheckpointError(
+            f"the field 'quantization' of {place} is {fields!r:.80}; it must be an object: download the file again"
+        )
     return Stated({"quant_method": "modelopt", **fields}, place)
 
 

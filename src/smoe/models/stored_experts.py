@@ -34,8 +34,8 @@ def stored_expert_bytes(
             form = form_of(site, columns)
             if form is None:
                 raise CheckpointError(
-                    f"{config_place}: rows of {part.name} have {columns} numbers by its sizes, and {blocks}; download "
-                    "it again"
+                    f"by the sizes in {config_place}, rows of {part.name} have {columns} numbers, and {blocks}; "
+                    "download the file again"
                 )
             found[site.layer] += rows * form.row_bytes(columns)
     return found

@@ -257,5 +257,5 @@ def _half(numbers: torch.Tensor) -> torch.Tensor:
     """Return numbers rounded to fp16, as files store them. Raise `OverflowError` beyond its range."""
     rounded = numbers.half().float()
     if not bool(torch.isfinite(rounded).all()):
-        raise OverflowError("weights beyond the range of fp16 scales")
+        raise OverflowError("some weights are so large that their scales exceed the range of fp16")
     return rounded

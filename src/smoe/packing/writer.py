@@ -88,10 +88,12 @@ def check_places(place: Path, wanted: Sequence[Contents]) -> None:
         partial, notes = _unfinished(path)
         for each in (path, partial, notes):
             if each.exists() and not each.is_file():
-                raise CheckpointError(f"smoe pack must write {each}, which exists and is not a file; move it away")
+                raise CheckpointError(
+                    f"smoe pack must write the file {each}, but something else than a file has that name; move it away"
+                )
         if path.exists() and not may_be_packed(path):
             raise CheckpointError(
-                f"smoe pack must write {path}, which exists and is another kind of file; move it away"
+                f"smoe pack must write {path}, but that file exists and is no packed file; move it away"
             )
         written = partial.stat().st_size if partial.exists() else 0
         needed += max(0, len(header_bytes(contents.header(place))) + contents.experts * contents.stride - written)
@@ -224,7 +226,7 @@ def _expert(experts: _Experts, layer: int, expert: int, errors: list[float]) -> 
     parameters = reference_parameters(experts.sources[layer], [expert], TORCH[contents.dtype])
     for name, weights in parameters.items():
         if not bool(torch.isfinite(weights).all()):
-            raise CheckpointError(f"{_where(name, layer, expert)} holds NaN or infinity; download again")
+            raise CheckpointError(f"{_where(name, layer, expert)} holds NaN or infinity; download the checkpoint again")
     compensations = {} if calibration is None else calibration.compensations(layer, expert, parameters)
     data = []
     for each in contents.parts[layer]:
@@ -255,7 +257,9 @@ def _expert_as_stored(experts: _Experts, layer: int, expert: int) -> bytes:
             numbers = torch.cat([stored_numbers(piece) for piece in pieces]).to(TORCH[each.kind])
             stored, is_finite = numbers.view(torch.uint8), bool(torch.isfinite(numbers).all())
         if not is_finite:
-            raise CheckpointError(f"{_where(each.part.name, layer, expert)} holds NaN or infinity; download again")
+            raise CheckpointError(
+                f"{_where(each.part.name, layer, expert)} holds NaN or infinity; download the checkpoint again"
+            )
         data.append(stored.numpy().tobytes())
     return b"".join(data)
 

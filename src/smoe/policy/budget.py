@@ -366,8 +366,8 @@ def budget_for_share(share: float, demand: Demand) -> int:
     if wanted < fewest:
         least = math.ceil(1000 * fewest / demand.total_experts) / 10
         raise BudgetError(
-            f"`resident_share` {100 * share:.3g}% of {demand.total_experts} experts is {wanted}, and one token uses "
-            f"{fewest} of a layer{_each_size(demand)}; ask for {least:.1f}% or more",
+            f"`resident_share={100 * share:.3g}%` of {demand.total_experts} experts is {wanted} experts, and one "
+            f"token uses {fewest} in a layer{_each_size(demand)}; give {least:.1f}% or more",
             setting="resident_share",
             given=share,
             allowed=f"at least {least / 100:.4g}",

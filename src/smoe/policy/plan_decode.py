@@ -100,8 +100,8 @@ def _loads(
             position, victim = next(reusable, (0, None))
             if victim is None or victim == serve.key:
                 raise BudgetError(
-                    f"layer {serve.key[0]} needs one more expert slot and none of "
-                    f"{residency.pool_of(serve.key).cache_slots} can be freed"
+                    f"a decode step needs one more slot for an expert of layer {serve.key[0]}, and none of the "
+                    f"{residency.pool_of(serve.key).cache_slots} slots can be freed; give more `memory`"
                 )
             slot = slot_of[victim] if victim in slot_of else _slot(victim, residency)
             after = position + 1

@@ -64,7 +64,10 @@ def plan_prefill(
                 continue
             place = next(slots, None)
             if place is None:
-                raise BudgetError(f"layer {layer} of a prefill needs a staging slot; there are {pool.staging_slots}")
+                raise BudgetError(
+                    f"the prompt needs a staging slot for an expert of layer {layer}, and the layer's "
+                    f"{pool.staging_slots} staging slots are in use"
+                )
             loads[key] = Load(key, place[0], None, False, LoadReason.DEMAND, place[1])
         spare[pool.first] = list(slots)
     hits = len(serves) - len(missing)

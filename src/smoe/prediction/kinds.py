@@ -86,7 +86,8 @@ class CorrectedGatesKind(PredictorKind):
 
         if inputs.corrections is None:
             raise ConfigError(
-                f"`prefetch` {CORRECTED_GATES}: no corrections of the routers were learned or given",
+                f"`prefetch={CORRECTED_GATES}`: no corrections of the routers were learned or given; run smoe tune "
+                f"on the model with `predictor={CORRECTED_GATES}`, once",
                 setting="prefetch",
                 given=CORRECTED_GATES,
                 allowed="for a model whose corrections have been learned",

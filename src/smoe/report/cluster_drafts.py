@@ -25,7 +25,7 @@ def of_one_machine(config: EngineConfig) -> tuple[EngineConfig, dict[str, str]]:
     """
     if config.cluster is not None:
         raise ConfigError(
-            f"`cluster` {config.cluster} makes a run use that cluster; to plan with its measured workers, give "
+            f"`cluster={config.cluster}` makes a run use that cluster; to plan with its measured workers, give "
             "`name` instead",
             setting="cluster",
             given=config.cluster,
@@ -60,7 +60,7 @@ def with_drafts(
         except (ConfigError, UnsupportedModelError) as error:
             ledgers[schedule], takes = None, f"which does not work with this model: {error}"
         preset = "od-moe" if schedule == "round-robin" else schedule
-        remarks.append(f"{what} ({takes}): `preset` {preset}, and first smoe pack --precision {precision}")
+        remarks.append(f"{what} ({takes}): `preset={preset}`, and first smoe pack --precision {precision}")
     remarks.append("the time of a draft model on the coordinator's cores is not included")
     return ledgers["cluster"], remarks
 

@@ -58,7 +58,7 @@ bytes."""
 SCHEDULES = {
     "finish": "every expert where it finishes first",
     "cluster": "the same with a draft model: `preset` cluster",
-    "round-robin": "workers in turn, with a draft model: `preset` od-moe",
+    "round-robin": "workers in turn, with a draft model: `preset=od-moe`",
 }
 """The compared schedules: names, and descriptions in words."""
 
@@ -207,8 +207,8 @@ def cluster_outlook(
     survey = survey_of(model, config, revision)
     if survey.subject is None:
         raise ConfigError(
-            "the rate at which this machine loads experts is not measured; run smoe doctor once, or choose a machine "
-            "(`profile`)",
+            "the rate at which this machine loads experts has not been measured; run smoe doctor once, or choose a "
+            "described machine (`profile`)",
             setting="profile",
             allowed="a machine whose rates are known",
         )
@@ -304,8 +304,8 @@ def _on_its_cpu(machine: DeviceProfile, work: Work) -> tuple[float, float]:
         return times.load, times.expert(1) * times.alone
     if machine.disk_bytes_per_second is None:
         raise ConfigError(
-            f"`worker_profile` {machine.name} has no rate of the disk from which a worker reads experts; add "
-            "disk_bytes_per_second, or choose another profile",
+            f"`worker_profile={machine.name}` has no rate of the disk from which a worker reads experts; add the "
+            "field disk_bytes_per_second to the profile, or choose another profile",
             setting="worker_profile",
             given=machine.name,
             allowed="a profile with disk_bytes_per_second",
@@ -325,8 +325,9 @@ def _replayed(work: Work, trace: Sequence[Routing] | None) -> tuple[list[Decoded
     shape = (len(tokens[0].chosen), trace[-1].experts) if tokens else (0, 0)
     if shape != (work.layers, work.experts) or len(tokens) <= _WARM_UP:
         raise TraceError(
-            f"the `trace` has {len(tokens)} decode steps of {shape[0]} layers with {shape[1]} experts; this model has "
-            f"{work.layers} layers with {work.experts} experts: give a trace of it with at least {_WARM_UP + 1} steps",
+            f"the `trace` has {len(tokens)} decode steps of {shape[0]} layers with {shape[1]} experts; this model "
+            f"has {work.layers} layers with {work.experts} experts: give a trace of this model with at least "
+            f"{_WARM_UP + 1} steps",
             setting="trace",
             allowed="a recorded run of this model",
         )

@@ -240,17 +240,18 @@ def survey_of(model: str, config: EngineConfig, revision: str | None) -> Survey:
     device = device_for(config)
     if config.cluster is not None or config.placement is not None:
         preset = preset_of(config)
-        has = f"`placement` {config.placement}" if preset == "own" else f"`preset` {preset}"
+        has = f"`placement={config.placement}`" if preset == "own" else f"`preset={preset}`"
         given = ["`cluster`"] * (config.cluster is not None) + [has] * (config.placement is not None)
         raise ConfigError(
-            f"smoe plan is for one machine; use smoe cluster plan for several, or leave out {' and '.join(given)}",
+            "smoe plan forecasts for one machine; use smoe cluster plan for several machines, or leave out "
+            f"{' and '.join(given)}",
             setting="cluster",
             given=config.cluster,
             allowed="none in a plan",
         )
     if config.prefetch == DRAFT:
         raise ConfigError(
-            f"`prefetch` {DRAFT}: the time of a draft model is not simulated, so smoe plan does not support it; "
+            f"`prefetch={DRAFT}`: the time of a draft model is not simulated, so smoe plan does not support it; "
             "leave it out",
             setting="prefetch",
             given=DRAFT,

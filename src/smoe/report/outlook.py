@@ -217,7 +217,7 @@ class Subject:
             return known_of(config, place, ledger.resident_share), []
         except ConfigError:
             exact = replace(config, max_perplexity_increase=None, tpot_seconds=None, precision_shares=None)
-            low = f" with `low_precision` {config.low_precision}" if config.has_low else ""
+            low = f" with `low_precision={config.low_precision}`" if config.has_low else ""
             first = f"quality costs: smoe tune --prices {shlex.quote(self.model)}{low}; simulated without"
             return known_of(exact, place, ledger.resident_share), [first]
 

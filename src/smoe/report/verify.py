@@ -134,8 +134,8 @@ def reference_of(model: str, config: EngineConfig, revision: str | None, tokens:
     context = choose_context(spec.config, config)
     if tokens + DECODE_STEPS > context:
         raise ContextError(
-            f"a prompt of {tokens} tokens and {DECODE_STEPS} after it do not fit in the context of {context}; give "
-            "fewer `tokens`, or more `context_tokens`",
+            f"a prompt of {tokens} tokens and {DECODE_STEPS} decoded tokens do not fit in the context of {context}; "
+            "give fewer `tokens`, or more `context_tokens`",
             setting="tokens",
             given=tokens,
             allowed=f"a whole number from 2 to {context - DECODE_STEPS} in this context",

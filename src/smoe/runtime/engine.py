@@ -123,7 +123,8 @@ class Engine:
         needs none."""
         if alpha > 0 and not self.rules:
             raise ConfigError(
-                "load the model with an alpha above 0, or with `eviction` score, to substitute experts",
+                "substituting experts needs the routers' scores: load the model with an alpha above 0, or with "
+                "`eviction=score`",
                 setting="alpha",
                 given=alpha,
                 allowed="0 for a model loaded with alpha 0 and an eviction other than score",

@@ -236,13 +236,17 @@ class Passes:
         if self._shut_down is not None:
             raise EngineStateError("this model was closed; load it again with smoe.from_pretrained")
         if self._process != os.getpid():
-            raise EngineStateError("this model was loaded before a fork; load it in the child process instead")
+            raise EngineStateError(
+                "this model was loaded before this process was forked; load the model in the child process instead"
+            )
 
     def refuse_in_pass(self, what: str) -> None:
         """Raise `EngineStateError` while a forward pass is running. `what`: the name, for the message, of the call that
         is not allowed during a pass."""
         if self._is_in_pass:
-            raise EngineStateError(f"{what} cannot be called inside a forward pass (a hook?) of the same model")
+            raise EngineStateError(
+                f"{what} cannot be called inside a forward pass of the same model, for example in a hook"
+            )
 
 
 class Turns:
@@ -327,9 +331,9 @@ class Turns:
                 now = time.monotonic()
                 if end is not None and now >= end:
                     raise EngineBusyError(
-                        f"another request has been running for {now - self._began:.1f} s, and this one was to wait "
-                        f"{timeout_seconds:g} s at most ({bound}); try again later, end the other with "
-                        "model.offload.cancel(), or wait longer"
+                        f"another request has been running for {now - self._began:.1f} s, and this request was "
+                        f"allowed to wait {timeout_seconds:g} s at most ({bound}); try again later, end the running "
+                        "request with model.offload.cancel(), or allow a longer wait"
                     )
                 if is_patient and now - asked >= PATIENCE_SECONDS:
                     is_patient = False

@@ -54,7 +54,8 @@ class ReadAlong:
         self._turn_to(text, position)
         if self._cache.length != position or position >= self.capacity:
             raise ValueError(
-                f"{self._cache.length} of {position} positions are here, there is room for {self.capacity}"
+                f"the draft model has the keys and values of {self._cache.length} of the {position} earlier "
+                f"positions, and room for {self.capacity} positions"
             )
         self._ahead.begin(token, self._cache)
 

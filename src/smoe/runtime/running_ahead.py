@@ -144,7 +144,9 @@ class RunningAhead:
             except EngineStateError as error:
                 _log.debug("the draft model can no longer follow this text: %s", error)  # its cache was invalidated
             except Exception as error:
-                _log.warning("the draft model failed and predicts nothing any more: %s", error)
+                _log.warning(
+                    "the draft model failed and makes no more predictions; generation continues without them: %s", error
+                )
                 return
             finally:
                 with self._changed:

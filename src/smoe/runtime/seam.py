@@ -115,7 +115,8 @@ def _our_cache(kwargs: dict[str, Any], engine: Engine, model: PreTrainedModel, r
         cache = kwargs["past_key_values"] = engine.new_cache(rows)
     if cache is not None and not isinstance(cache, RowCache):
         raise EngineStateError(
-            f"a {type(cache).__name__} is not inside the memory budget; pass none, or one of model.offload.new_cache()"
+            f"the given {type(cache).__name__} is outside the memory budget; pass no cache, or a cache from "
+            "model.offload.new_cache()"
         )
     return cache
 

@@ -126,7 +126,7 @@ class Guard:
         self._refused.add(origin)
         shown = origin if origin.isprintable() else repr(origin)
         if "://" in origin:
-            self._warn(f"a web page of {shown} was refused; to allow it, give `allow_origin` {shown}")
+            self._warn(f"a web page of {shown} was refused; to allow it, give `allow_origin={shown}`")
         else:
             self._warn(f"a web page without an origin ({shown}) was refused; only `allow_origin` * allows it")
 

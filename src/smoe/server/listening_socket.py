@@ -88,7 +88,7 @@ def _refused(config: ServerConfig, error: OSError | UnicodeError) -> ConfigError
         why += _by_whom(config.port)
     instead = f"give another `{about}`" + ("" if is_of_the_host else " (0: any free one)")
     return ConfigError(
-        f"cannot listen at `host` {config.host}, `port` {config.port}: {why}; {instead}",
+        f"cannot listen at `host={config.host}`, `port={config.port}`: {why}; {instead}",
         setting=about,
         given=getattr(config, about),
         allowed="an address of this machine and a port that is free",

@@ -97,7 +97,7 @@ class ServerConfig:
             )
         if not self.is_local and self.api_key is None and not self.no_auth:
             raise ConfigError(
-                f"`host` {self.host} accepts requests of other machines; give an `api_key` that they must send (in "
+                f"`host={self.host}` accepts requests of other machines; give an `api_key` that they must send (in "
                 "the environment: SMOE_API_KEY), or `no_auth` to answer every client that can reach it",
                 setting="host",
                 given=self.host,

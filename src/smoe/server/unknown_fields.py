@@ -78,7 +78,7 @@ class UnknownFields:
         for field in found:
             if field.shown not in self._logged and len(self._logged) < _MOST_LOGGED:
                 self._logged.add(field.shown)
-                _log.info("the unknown field %r is ignored%s", field.shown, field.hint)
+                _log.info("the unknown field %r of a request is ignored%s", field.shown, field.hint)
         return [field.shown for field in found]
 
 

@@ -168,7 +168,10 @@ def _decoded(trace: Sequence[Routing], steps: int) -> tuple[np.ndarray, float | 
             gaps += [log(ranked[n] / ranked[len(row)]) for n in range(len(row)) if ranked[len(row)] > 0]
     least = min(map(len, rows.values()), default=0)
     if least < 2:
-        raise TraceError(f"a trace of {least} decode steps is too short to fit habits to; record some hundred tokens")
+        raise TraceError(
+            f"a trace of {least} decode steps is too short to learn how routing repeats from step to step; record "
+            "some hundred tokens"
+        )
     chosen = np.array([of_layer[:least] for _, of_layer in sorted(rows.items())]).swapaxes(0, 1)
     return chosen, sum(gaps) / len(gaps) if gaps else None
 

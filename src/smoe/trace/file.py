@@ -141,8 +141,9 @@ class TraceWriter:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise DiskSpaceError(
-                    f"the disk of {self._path} was full after {format_bytes(self.nbytes)} of trace, and the "
-                    "trace was deleted; free some disk space, give another `out`, or record fewer tokens",
+                    f"the disk of {self._path} was full after {format_bytes(self.nbytes)} of the trace had been "
+                    "written, and the incomplete trace was deleted; free some disk space, give another `out`, or "
+                    "record fewer tokens",
                     setting="out",
                     given=str(self._path),
                     allowed="a file on a disk with more room",
@@ -239,8 +240,9 @@ def _rules(trace: Trace) -> dict[int, ScoringRule]:
     for layer in trace.header.layers:
         if layer.rule is None:
             raise TraceError(
-                f"{trace.path} has logits but no scores: the router of layer {layer.layer} ({trace.header.model_type}) "
-                "follows no rule that smoe knows; replay it without `alpha`, and with an eviction other than score"
+                f"{trace.path} has logits but no scores: the router of layer {layer.layer} "
+                f"({trace.header.model_type}) follows no rule that smoe knows; replay the trace without `alpha`, and "
+                "with an eviction other than score"
             )
         rules[layer.layer] = ScoringRule.from_json(layer.rule)
     return rules

@@ -39,7 +39,10 @@ def width(trace: Trace) -> tuple[int, int]:
     no common meaning."""
     found = {(layer.experts, layer.top_k) for layer in trace.header.layers}
     if len(found) != 1:
-        raise ConfigError(f"layers of {trace.path} differ in their experts or choices: {sorted(found)}")
+        raise ConfigError(
+            f"the layers of {trace.path} differ in their number of experts or of experts per token, so ranks cannot "
+            f"be compared: {sorted(found)}"
+        )
     return found.pop()
 
 
@@ -51,7 +54,10 @@ def stretches(trace: Trace, tokens: int | None = None) -> Iterator[Stretch]:
     """
     for layer in trace.header.layers:
         if layer.rule is None:
-            raise ConfigError(f"the router of layer {layer.layer} of {trace.path} follows no known rule: no scores")
+            raise ConfigError(
+                f"the router of layer {layer.layer} of {trace.path} follows no rule that smoe knows, so its scores "
+                "cannot be computed"
+            )
         rule, rows = ScoringRule.from_json(layer.rule), trace.of_layer(layer, tokens)
         for sequence in np.unique(rows["sequence"]):
             yield _stretch(rows[rows["sequence"] == sequence], layer, rule)
@@ -89,5 +95,5 @@ def reuse_by_rank(parts: Iterable[Stretch], ahead: int = AHEAD) -> np.ndarray:
             used = found + used if cases else found.astype(float)
             cases += count
     if not cases:
-        raise ConfigError(f"no sequence has more than {ahead} tokens")
+        raise ConfigError(f"no sequence of the traces has more than {ahead} tokens; record longer sequences")
     return used / cases

@@ -89,7 +89,7 @@ class TraceHeader:
         known = None if sizes is None else tuple(map(int, sizes))
         header = cls(value["model"], value["model_type"], value["alpha"], layers, value["smoe"], known)
         if known is not None and (len(known) != len(layers) or min(known) < 1):
-            raise ValueError("its sizes of experts are not those of its layers")
+            raise ValueError("the sizes of experts in the trace's header do not match its layers")
         if np.dtype([tuple(field) for field in value["row"]]) != header.row:
-            raise ValueError("its rows are not those of its layers")
+            raise ValueError("the row format in the trace's header does not match its layers")
         return header

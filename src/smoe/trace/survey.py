@@ -152,7 +152,7 @@ def survey(
     parts = [paths_in(trace, tokens) for trace in traces]
     if not sum(len(part.chosen) for part in parts):
         raise ConfigError(
-            f"{traces[0].path} has no tokens; record some", setting="trace", given=str(traces[0].path),
+            f"{traces[0].path} has no tokens; record a trace with tokens", setting="trace", given=str(traces[0].path),
             allowed="at least one trace with tokens",
         )  # fmt: skip
     paths = joined([part for part in parts if len(part.chosen)])

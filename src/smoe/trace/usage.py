@@ -139,7 +139,7 @@ def next_token(traces: Sequence[Trace], tokens: int | None = None) -> NextToken:
             sums[:, n] += first.sum(), again.mean(axis=1).sum(), again.any(axis=1).sum()
             pairs[n] += len(again)
     if not pairs.all():
-        raise ConfigError("no sequence has more than one token")
+        raise ConfigError("no sequence of the traces has more than one token; record longer sequences")
     chance = np.array([layer.top_k / layer.experts for layer in layers])
     none = [comb(layer.experts - layer.top_k, layer.top_k) / comb(layer.experts, layer.top_k) for layer in layers]
     heaviest, share, some = sums / pairs
@@ -154,7 +154,10 @@ def by_sequence(paths: Paths) -> BySequence:
     if has_parts:
         count = min(PARTS, len(found[0]) // _LEAST_PART)
         if count < 2:
-            raise ConfigError(f"one sequence of {len(found[0])} tokens is too short to be compared with itself")
+            raise ConfigError(
+                f"one sequence of {len(found[0])} tokens is too short to compare its parts; record a longer "
+                "sequence, or several"
+            )
         found = np.array_split(found[0], count)
     widest = max(layer.experts for layer in paths.layers)
     counts = np.stack([multi_hot(chosen, widest).sum(axis=0) for chosen in found])  # [S, L, E]
@@ -169,7 +172,7 @@ def affinities(paths: Paths) -> Affinities:
         raise ConfigError("only one layer has experts, so there is no next layer whose experts could be predicted")
     if len(paths.chosen) < LEAST_TOKENS:
         raise ConfigError(
-            f"{len(paths.chosen)} tokens are too few to find which experts follow each other; record at least "
+            f"{len(paths.chosen)} tokens are too few to find out which experts are used after which; record at least "
             f"{LEAST_TOKENS}"
         )
     learned, judged = paths.split(0.5)

@@ -140,7 +140,7 @@ class JsonCalls(CallSyntax):
             value = inner
         keys = [key for key in ("arguments", "parameters") if key in value]
         if self.is_bare and not keys:
-            raise ValueError("JSON without arguments is an answer: nothing but them marks a call")
+            raise ValueError("a JSON object without arguments is an answer, not a tool call")
         given = value[keys[0]] if keys else None
         if isinstance(given, str):
             given = json.loads(given, strict=False) if given.strip() else None
