@@ -83,7 +83,7 @@ class EngineConfig:
     count: str = setting(
         "budget",
         OneOf("budget", "process"),
-        "Instead of --memory: a limit for the whole process, interpreter and libraries included.",
+        "Instead of --memory: a memory limit for the whole process, including Python and its libraries. Only on a CPU.",
         option="--process-memory",
         panel=MEMORY,
     )
@@ -111,8 +111,8 @@ class EngineConfig:
     context_tokens: int | None = setting(
         None,
         Count(),
-        "Tokens of prompt and answer for which memory is reserved, for every sequence. \\[default: 4096, or the "
-        "model's maximum if that is less]",
+        "Number of tokens of prompt and answer together for which memory is reserved, for every sequence. "
+        "\\[default: 4096, or the model's maximum if that is less]",
         option="--context",
         left_out="4096, or the model's maximum if that is less",
         panel=MEMORY,
@@ -122,16 +122,20 @@ class EngineConfig:
     max_sequences: int = setting(
         1,
         Count(),
-        "How many sequences run at the same time. \\[default: the number of prompts; smoe serve: 4]",
+        "Number of sequences that run at the same time. \\[default: the number of prompts; smoe serve: 4]",
         option="--max-sequences",
         panel=MEMORY,
     )
     """The number of sequences that run at the same time."""
-    prefill_tokens: int = setting(2048, Count(), "Most tokens of one step; longer prompts are processed in chunks.")
+    prefill_tokens: int = setting(
+        2048, Count(), "Maximum number of tokens of one forward pass; longer prompts are processed in chunks."
+    )
     """The number of tokens, over all sequences, that one step processes. Longer prompts are processed in chunks, and
     their results have grade E1 instead of E0."""
     lend_reserve: bool = setting(
-        True, Switch(), "Let experts use memory reserved for activations and positions while free."
+        True,
+        Switch(),
+        "Let experts use the memory that is reserved for activations and for keys and values, as long as it is free.",
     )
     """Whether experts use the memory that is reserved for activations and KV cache while it is free (on a CPU under
     Linux; not with `resident_share`)."""
@@ -186,14 +190,14 @@ class EngineConfig:
     dense_precision: str = setting(
         "as-stored",
         OneOf("as-stored", "dtype"),
-        "Quantised weights other than experts: as stored, or converted to --dtype.",
+        "Non-expert weights that are quantised: leave them as they are stored, or convert them to --dtype.",
     )
     """The precision of quantized weights other than experts: as stored in the file, or converted to `dtype` when they
     are loaded."""
     eviction: str = setting(
         "auto",
         ClassName(ONLINE_EVICTION, eviction_kind),
-        "Which resident expert is evicted first: {allowed}, or a plug-in's MODULE:CLASS.",
+        "Rule that chooses the resident expert to evict (docs/evictions.md): {allowed}, or a plug-in's MODULE:CLASS.",
         option="--eviction",
     )
     """The eviction policy, which chooses the resident expert to evict. auto: whichever of several policies has the
@@ -205,7 +209,8 @@ class EngineConfig:
     cache_weights: tuple[float, ...] | None = setting(
         None,
         NumberTuple("four numbers of at least 0 whose sum is 1, for lru, lfu, lhu and fld", are_cache_weights),
-        "With --eviction multidimensional: its four weights, such as 0.4,0.3,0.2,0.1.",
+        "With --eviction multidimensional: the weights of its four numbers (docs/evictions.md), such as "
+        "0.4,0.3,0.2,0.1.",
         left_out="as smoe tune --cache found for the model, else the usual weights",
         owner="eviction",
     )
@@ -215,7 +220,7 @@ class EngineConfig:
     cache_records: str | None = setting(
         None,
         OneOf(*CACHE_RECORDS),
-        "With --eviction multidimensional: count uses of the sequence, or of the run.",
+        "With --eviction multidimensional: count an expert's uses in the current sequence, or in the whole run.",
         left_out="sequence",
         owner="eviction",
     )
@@ -224,21 +229,22 @@ class EngineConfig:
     expert_cache: str = setting(
         "budget",
         OneOf(*EXPERT_CACHE),
-        "Experts in memory: all that fit, or only as many as a token uses in a layer.",
+        "Number of experts in memory: as many as fit in the budget, or only as many as a token uses in a layer.",
     )
     """How many experts stay resident. budget: as many as fit. top-k: as many as one token chooses in one layer, in
     addition to those in flight, whatever the budget (DuoServe-MoE, section 5.1)."""
     pools: str = setting(
         "global",
         OneOf(*POOLS),
-        "Whether all layers share the memory for experts, or each has a fixed part: {allowed}.",
+        "global: all layers share the memory for experts; layer: each layer has a fixed part of it.",
         option="--pools",
     )
     """Which slots a layer may use. global: all slots; layer: its own equal share."""
     prefetch: str = setting(
         "auto",
         ClassName(PREFETCH, predictor_kind),
-        "How the next experts are predicted, to load them early: {allowed}, or a plug-in's MODULE:CLASS.",
+        "Predictor of the next experts, which are then loaded early (docs/settings.md describes each): {allowed}, "
+        "or a plug-in's MODULE:CLASS.",
         option="--prefetch",
     )
     """The predictor whose experts are loaded before their layer runs, in decode. A plug-in is given as MODULE:CLASS.
@@ -256,7 +262,7 @@ class EngineConfig:
     prefetch_asked: str | None = setting(
         None,
         OneOf(*ASKED),
-        "Run a predictor that needs only routing before the experts, or concurrently.",
+        "With a predictor that uses only earlier routing: run it before the experts are computed, or concurrently.",
         left_out="before, or first-expert with --preset duoserve",
         owner="prefetch",
     )
@@ -264,14 +270,16 @@ class EngineConfig:
     concurrent: on another thread, while experts are computed; first-expert: likewise, but its loads begin when the
     first expert is done (DuoServe-MoE, section 5.3)."""
     prefetch_what: str = setting(
-        "top-score", OneOf(*PREFETCH_WHAT), "With --alpha: of the predicted experts, load only top-score ones, or all."
+        "top-score",
+        OneOf(*PREFETCH_WHAT),
+        "With --alpha: prefetch only those predicted experts that have top scores, or all predicted experts.",
     )
     """Which predicted experts are loaded. top-score: those predicted to be top-score, given `alpha` (all if `alpha` is
     0). chosen: all that are predicted to be chosen."""
     prefetch_depth: int | None = setting(
         None,
         Count(1, MOST_PREFETCH_DEPTH),
-        "With --prefetch stacked-gates, corrected-gates: most layers predicted ahead.",
+        "With --prefetch stacked-gates or corrected-gates: maximum number of layers that are predicted ahead.",
         left_out=str(DEFAULT_PREFETCH_DEPTH),
         owner="prefetch",
     )
@@ -290,7 +298,7 @@ class EngineConfig:
     draft_start: str | None = setting(
         None,
         OneOf(*DEPARTURE),
-        "With --prefetch draft-model: begin a token from a guess, or wait for it.",
+        "With --prefetch draft-model: begin a token from the draft model's guess, or wait for the model's token.",
         left_out=DEPARTURE[0],
         owner="prefetch",
     )
@@ -299,7 +307,7 @@ class EngineConfig:
     draft_on: str | None = setting(
         None,
         OneOf("coordinator", "cluster"),
-        "With --prefetch draft-model: run it on the coordinator or another machine.",
+        "With --prefetch draft-model: run the draft model on the coordinator, or on another machine of the cluster.",
         left_out="cluster if it has a draft model, else coordinator",
         owner="prefetch",
     )
@@ -308,7 +316,8 @@ class EngineConfig:
     draft_extra: int | None = setting(
         None,
         Count(0, MOST_DRAFT_EXTRA),
-        "With --prefetch draft-model: extra experts that it predicts for each layer.",
+        "With --prefetch draft-model: number of experts per layer that are predicted in addition to the draft "
+        "model's choice.",
         left_out="0",
         owner="prefetch",
     )
@@ -317,18 +326,21 @@ class EngineConfig:
     balance: str = setting(
         "none",
         OneOf(*BALANCE),
-        "With a GPU: the rule that chooses which missing experts the CPU computes: {allowed}.",
+        "With a GPU: which missing experts the CPU computes. none: no experts; optimal: as many as make each layer "
+        "fastest; paper: as SMoE's published algorithm chooses; host: all; auto: as optimal, if there is a GPU.",
         option="--balance",
     )
     """Which missing experts the CPU computes, on a machine with a device (SMoE's CPU-load balancer). Layers in which
     the CPU computes experts have results of grade E2."""
     balance_order: str = setting(
-        "score", OneOf(*BALANCE_ORDER), "With --balance: first load missing experts of high score, or of many tokens."
+        "score",
+        OneOf(*BALANCE_ORDER),
+        "With --balance: load those missing experts first that have the highest scores, or that most tokens use.",
     )
     """Which missing experts are loaded first. score: those of the highest router score; tokens: those with most
     tokens."""
     recent_costs: int = setting(
-        RECENT, Count(), "With --balance: over how many recent loads and computations times average."
+        RECENT, Count(), "With --balance: number of recent loads and computations whose times are averaged."
     )
     """The number of recent loads and CPU computations whose mean is the balancer's cost (the papers' p)."""
     prefill_balance: bool = setting(
@@ -339,7 +351,8 @@ class EngineConfig:
     prefill_keep: str = setting(
         "last-uses",
         OneOf(*PREFILL_KEEP),
-        "Experts resident after a prompt: those of its last tokens, or by --eviction.",
+        "Experts that stay resident after a prompt: those that its last tokens used, or those that --eviction ranks "
+        "highest.",
     )
     """Which experts stay resident after a prompt. last-uses: in each layer, those that the prompt's last tokens use
     most. eviction: those that the eviction policy ranks highest, over all layers."""
@@ -354,30 +367,35 @@ class EngineConfig:
     placement: str | None = setting(
         None,
         OneOf(*PLACEMENT),
-        "With --cluster: where each expert finishes first, or workers in turn.",
+        "With --cluster: give each expert to the machine that finishes it first, or to groups of workers in turn.",
         left_out="finish",
     )
     """For a cluster: how experts are assigned to machines. finish: each expert to the machine that finishes it first;
     round-robin: to groups of workers in turn. None: finish."""
     cluster_workers: int = setting(
-        1, Count(0, 1000), "With --cluster: how many workers must have connected before the first token."
+        1,
+        Count(0, 1000),
+        "With --cluster: number of workers that must have connected before the first token is computed.",
     )
     """For a cluster: the number of workers that must have connected before the first token; more may connect later."""
     cluster_timeout_seconds: float = setting(
         60.0,
         Number("a number of seconds of at least 0", lambda value: 0 <= value < math.inf),
-        "With --cluster: how many seconds to wait for these workers.",
+        "With --cluster: maximum number of seconds that smoe waits for these workers.",
     )
     """For a cluster: how many seconds to wait until `cluster_workers` workers have connected."""
     cluster_verify: float = setting(
         0.0,
         Number("a number from 0 (none) to 1 (all), as 1/64", lambda value: 0 <= value <= 1),
-        "With --cluster: share of workers' results to verify here, such as 1/64.",
+        "With --cluster: share of the workers' results that this machine recomputes as a check, such as 1/64.",
     )
     """For a cluster: the fraction of the workers' results that this machine recomputes when it has time. A worker whose
     results differ in any bit is excluded."""
     direct_io: str = setting(
-        "auto", OneOf(*DIRECT_IO), "Whether reads bypass the page cache; auto: on, unless RAM holds the model."
+        "auto",
+        OneOf(*DIRECT_IO),
+        "Whether reads from disk bypass the operating system's page cache. auto: yes, unless RAM can hold the "
+        "whole model.",
     )
     """Whether reads bypass the page cache. auto: on, unless free RAM outside the budget holds the whole model."""
     preload: bool | None = setting(
@@ -399,7 +417,7 @@ class EngineConfig:
     dilation: float | None = setting(
         None,
         Number("a number of at least 1", lambda value: value >= 1),
-        "With --device emulated: how many times slower than reported it really runs.",
+        "With --device emulated: factor by which the real run is slower than the emulated times that are reported.",
         left_out="as fast as this machine allows",
         owner="device",
     )
@@ -408,7 +426,7 @@ class EngineConfig:
     emulated_expert_bytes: int | None = setting(
         None,
         Size(),
-        "With --device emulated: pretend that experts have this size, for all times.",
+        "With --device emulated: size that every expert is assumed to have when times are emulated.",
         left_out="the model's own",
         owner="device",
     )
@@ -434,10 +452,9 @@ class EngineConfig:
     alpha: float = setting(
         0.0,
         Number("a number from 0 (exact) to 1", lambda value: 0 <= value <= 1),
-        "LOSSY above 0: replace missing experts by resident ones of similar router score; 0.3 is usual, higher "
-        "replaces "
-        "more. Without --preset it implies --preset smoe. Default of --preset smoe: the alpha that smoe tune found for "
-        "the model, else 0.3.",
+        "LOSSY above 0: replace missing experts by resident experts of similar router score; 0.3 is usual, and a "
+        "higher value replaces more experts. Without --preset it implies --preset smoe. Default of --preset smoe: "
+        "the alpha that smoe tune found for the model, else 0.3.",
         option="--alpha",
         replaces={"alpha_as_priced": False},
     )
@@ -452,14 +469,15 @@ class EngineConfig:
     substitutes: str = setting(
         "replace",
         OneOf("replace", "drop"),
-        "With --alpha: replace a missing expert of low score, or drop it.",
+        "With --alpha: replace a missing expert of low score by a resident expert, or drop the missing expert.",
     )
     """What happens to a missing low-score expert with `alpha`. replace: a resident expert replaces it. drop: its routes
     are dropped."""
     substitute_weights: str = setting(
         "own",
         OneOf("own", "inherited"),
-        "With --alpha: a substitute's weight: by its own score, or the missing one's.",
+        "With --alpha: weight of a substitute's output: by the substitute's own score, or by the missing expert's "
+        "score.",
     )
     """The routing weight of a substitute. own: by its own score and the router's rule; inherited: that of the expert
     that it replaces."""
@@ -531,9 +549,9 @@ class EngineConfig:
     max_perplexity_increase: float | None = setting(
         None,
         Share("a number above 0 and at most 1 (0.01 is 1 %)", lambda value: 0 < value <= 1, most_typed=0.5),
-        "LOSSY: resolve each miss in the fastest way (a substitute, a low-precision copy, the CPU, a load, or dropping "
-        "the expert) within this increase of perplexity, e.g. 1%; needs smoe tune --prices. With smoe tune: the bound "
-        "for alpha.",
+        "LOSSY: resolve each miss in the fastest way (a substitute, a low-precision copy, the CPU, a load, or "
+        "dropping the expert) within this increase of perplexity, e.g. 1%; needs smoe tune --prices. In smoe tune "
+        "it has another meaning: find the largest alpha within this increase.",
         option="--max-perplexity-increase",
         left_out="no bound",
         panel=LOW,
@@ -544,7 +562,7 @@ class EngineConfig:
     tpot_seconds: float | None = setting(
         None,
         Number("a number of seconds above 0", lambda value: 0 < value < math.inf),
-        "LOSSY: resolve misses to meet this time per token (generate: --tpot).",
+        "LOSSY: time per token that is to be met by resolving misses in faster ways (smoe generate: --tpot).",
         left_out="no bound",
         replaces={"max_perplexity_increase": None},
     )
@@ -553,8 +571,8 @@ class EngineConfig:
     low_meanwhile: bool = setting(
         False,
         Switch(),
-        "LOSSY: if the low-precision copy of a missing expert is in memory, compute that copy, even of an important "
-        "expert, while the full copy is loaded.",
+        "LOSSY: compute an important missing expert with its low-precision copy, if that copy is in memory, while "
+        "its full copy is loaded for later tokens. Without this option, the token waits for the full copy.",
         option="--low-meanwhile",
         panel=LOW,
         owner="low_precision",
@@ -564,7 +582,7 @@ class EngineConfig:
     upgrade: bool = setting(
         False,
         Switch(),
-        "Load the full copies of experts that were computed in low precision, while the disk is idle.",
+        "While the disk is idle, load the full copies of experts that were computed with low-precision copies.",
         option="--upgrade",
         panel=LOW,
         owner="low_precision",
@@ -574,7 +592,7 @@ class EngineConfig:
     turn_timeout_seconds: float | None = setting(
         None,
         Number("a number of seconds of at least 0", lambda value: 0 <= value < math.inf),
-        "Seconds that a request waits until another thread's request has ended.",
+        "Maximum number of seconds that a request waits for another thread's request to end.",
         left_out="no limit",
     )
     """How many seconds a request waits for another thread's request to end; 0: not at all. None: without limit."""

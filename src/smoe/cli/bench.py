@@ -53,14 +53,15 @@ def command(
     ablation: Annotated[
         str | None,
         typer.Option(
-            help="Instead: switch on the mechanisms of a paper one after the other, and measure each step: smoe."
+            help="Instead of the benchmark: switch on the mechanisms of a paper one after the other, and measure the "
+            "speed after each step. The only value is smoe."
         ),
     ] = None,
     text: Annotated[
         Path | None, typer.Option(help="With --ablation: file with the text to measure on. Default: stories.")
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option(help="With --ablation: how often each step is measured. \\[default: 2]")
+        int | None, typer.Option(help="With --ablation: number of times that each step is measured. \\[default: 2]")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed from which the prompts are drawn.")] = 0,
     plot: Annotated[
@@ -70,7 +71,8 @@ def command(
         int | None, typer.Option(help="With --ablation: number of sequences that run together. \\[default: 1]")
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(help="With --ablation: number of tokens that are timed in a round. \\[default: 64]")
+        int | None,
+        typer.Option(help="With --ablation: number of tokens that are generated in each measurement. \\[default: 64]"),
     ] = None,
     json: Json = False,
     debug: Debug = False,

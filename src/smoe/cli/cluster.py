@@ -29,13 +29,17 @@ DEFAULT_NAME = "local"
 Name = Annotated[str, typer.Option("--name", help="The cluster's name.")]
 Memory = Annotated[
     str | None,
-    typer.Option("--worker-memory", help="Memory for experts in each worker.", show_default=DEFAULT_WORKER_MEMORY),
+    typer.Option(
+        "--worker-memory",
+        help="Memory for the experts that each worker holds, e.g. 2GiB.",
+        show_default=DEFAULT_WORKER_MEMORY,
+    ),
 ]
 Slots = Annotated[
     int | None,
     typer.Option(
-        help="Instead of --worker-memory: how many experts a worker holds. 1: it reads an expert, then computes it. 2: "
-        "it reads an expert while it computes another.",
+        help="Instead of --worker-memory: number of experts that a worker holds. 1: the worker reads an expert and "
+        "then computes it. 2: the worker reads an expert while it computes another.",
         min=1,
     ),
 ]
@@ -127,7 +131,9 @@ def invite(
         bool | None,
         typer.Option(
             "--every-interface/--one-interface",
-            help="Whether the coordinator listens on all network interfaces of this machine, or on --address only.",
+            help="--every-interface: the coordinator listens on all network interfaces of this machine. "
+            "--one-interface: it listens only on the interface of --address. \\[default: as chosen before; in a "
+            "new cluster --one-interface]",
         ),
     ] = None,
     json: Json = False,

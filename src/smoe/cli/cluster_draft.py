@@ -18,9 +18,9 @@ Draft = Annotated[
     bool,
     typer.Option(
         "--draft",
-        help="Run a draft model instead of a worker (smoe cluster up: in addition to the workers). A draft model is a "
-        "quantised copy of the model that runs one token ahead and predicts the experts; the coordinator uses it with "
-        "--preset cluster or od-moe.",
+        help="Run a draft model instead of a worker (smoe cluster up: in addition to the workers). A draft model is "
+        "a quantised copy of the model that decodes one token ahead and so predicts which experts will be used; "
+        "the coordinator uses it with --preset cluster or od-moe.",
     ),
 ]
 

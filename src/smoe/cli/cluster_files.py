@@ -19,7 +19,9 @@ Fetch = Annotated[
     Path | None,
     typer.Option(help="Instead of MODEL: a folder into which the worker downloads the coordinator's model."),
 ]
-Rate = Annotated[str | None, typer.Option(help="With --fetch: the highest download rate, e.g. 20MiB/s.")]
+Rate = Annotated[
+    str | None, typer.Option(help="With --fetch: the highest download rate, e.g. 20MiB/s. \\[default: no limit]")
+]
 
 
 def send(
@@ -29,7 +31,8 @@ def send(
         str, typer.Option(help=f"Precision of the experts, the same as on the coordinator: {', '.join(PRECISION)}.")
     ] = "auto",
     rate: Annotated[
-        str | None, typer.Option(help="The highest upload rate, to all workers together, e.g. 20MiB/s.")
+        str | None,
+        typer.Option(help="The highest upload rate, to all workers together, e.g. 20MiB/s. \\[default: no limit]"),
     ] = None,
     debug: Debug = False,
 ) -> None:

@@ -52,7 +52,7 @@ class WorkerOptions:
         str | None, typer.Option(help="Memory for experts in each worker.", show_default=_WORKER_MEMORY)
     ] = None
     slots: Annotated[
-        int | None, typer.Option(help="Instead of --worker-memory: how many experts a worker holds.", min=1)
+        int | None, typer.Option(help="Instead of --worker-memory: number of experts that a worker holds.", min=1)
     ] = None
 
     def check(self) -> None:

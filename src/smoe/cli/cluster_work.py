@@ -18,8 +18,8 @@ Torch = Annotated[
     bool | None,
     typer.Option(
         "--torch/--no-torch",
-        help="Whether torch or smoe's own kernels compute the experts. Without torch a worker needs a tenth of the "
-        "memory, but works only for bf16 experts on Linux.",
+        help="--torch: torch computes a worker's experts. --no-torch: smoe's own kernels compute them; the worker "
+        "then needs a tenth of the memory, but works only for bf16 experts on Linux.",
         show_default="with torch if it is installed",
     ),
 ]

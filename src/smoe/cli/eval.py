@@ -80,8 +80,8 @@ def command(
     tokens: Annotated[
         int | None,
         typer.Option(
-            help="Most tokens of the text that are measured; with --recall: tokens decoded after each prompt. "
-            "\\[default: 2000; with --recall: 256]"
+            help="Maximum number of tokens of the text that are measured; with --recall: number of tokens that are "
+            "decoded after each prompt. \\[default: 2000; with --recall: 256]"
         ),
     ] = None,
     questions: Annotated[
@@ -103,7 +103,7 @@ def command(
         int | None,
         typer.Option(
             "--most-questions",
-            help="Most questions that are asked, of each task with --tasks; 0: none. \\[default: 100]",
+            help="Maximum number of questions that are asked, for each task with --tasks; 0: none. \\[default: 100]",
         ),
     ] = None,
     out: Annotated[

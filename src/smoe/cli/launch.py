@@ -41,7 +41,7 @@ _TAIL = 2000
 def command(
     context: typer.Context,
     program: Annotated[
-        str, typer.Argument(metavar="PROGRAM", help=f"One of {', '.join(PROGRAMS)}, or any other command.")
+        str, typer.Argument(metavar="PROGRAM", help=f"Program to start: {', '.join(PROGRAMS)}, or any other command.")
     ],
 ) -> None:
     """Start a coding agent, or another program, that uses a model.

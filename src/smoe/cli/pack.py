@@ -65,7 +65,8 @@ def command(
     calibration_tokens: Annotated[
         int | None,
         typer.Option(
-            help=f"Most tokens that are used of the calibration text. \\[default: {CALIBRATION_TOKENS}]", min=1
+            help=f"Maximum number of tokens of the calibration text that are used. \\[default: {CALIBRATION_TOKENS}]",
+            min=1,
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Write the file again even if a valid one exists.")] = False,

@@ -77,22 +77,23 @@ class RecallOptions:
     periods: Annotated[
         str | None,
         typer.Option(
-            help="After how many tokens a draft model takes over the model's token (T) and its keys and values (KV). "
-            "T1KV16: the token at every token, keys and values at every 16th; 0: never. Numbers such as 0,1 mean all "
-            f"pairs of them. \\[default: {_PERIODS}]",
+            help="How often, in tokens, a draft model takes over the model's latest token (T) and the model's keys "
+            "and values (KV). T1KV16: the token after every token, keys and values after every 16th token; 0: "
+            "never. Numbers without letters, such as 0,1, mean all pairs of these numbers. \\[default: "
+            f"{_PERIODS}]",
             rich_help_panel=_PANEL,
         ),
     ] = None
     prompts: Annotated[
         int | None,
         typer.Option(
-            help=f"How many documents of --text are continued. \\[default: {_PROMPTS}]", rich_help_panel=_PANEL
+            help=f"Number of documents of --text that are continued. \\[default: {_PROMPTS}]", rich_help_panel=_PANEL
         ),
     ] = None
     prompt_tokens: Annotated[
         int | None,
         typer.Option(
-            help=f"Most tokens of each document that are used as a prompt. \\[default: {_PROMPT_TOKENS}]",
+            help=f"Maximum number of tokens of each document that are used as a prompt. \\[default: {_PROMPT_TOKENS}]",
             rich_help_panel=_PANEL,
         ),
     ] = None

@@ -50,14 +50,17 @@ def command(
     ] = None,
     prompt_file: Annotated[
         list[Path] | None,
-        typer.Option(help="A file that is one prompt, or .jsonl with 'prompt' or 'text' in each line. Repeatable."),
+        typer.Option(
+            help="A file whose whole text is one prompt, or a .jsonl file with 'prompt' or 'text' in each line. "
+            "Repeatable."
+        ),
     ] = None,
     text: Annotated[
         Path | None,
         typer.Option(help="Instead of generating, read this text token by token: .txt, or .jsonl with 'text'."),
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(help="With --text: most tokens that are read. \\[default: 2000]")
+        int | None, typer.Option(help="With --text: maximum number of tokens that are read. \\[default: 2000]")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     json: Json = False,

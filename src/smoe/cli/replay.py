@@ -54,22 +54,22 @@ class ClockOptions:
     balance: Annotated[
         str | None,
         typer.Option(
-            help="With --profile: the rule that chooses which missing experts the CPU computes: none, optimal, "
-            "paper, host."
+            help="With --profile: which missing experts the CPU computes. none (the default): no experts; optimal: "
+            "as many as make each layer fastest; paper: as SMoE's published algorithm chooses; host: all."
         ),
     ] = None
     foresight: Annotated[
         float | None,
         typer.Option(
-            help="With --profile: simulate a prefetch whose predictions are right with this probability, 0 to 1."
+            help="With --profile: simulate a prefetch each of whose predictions is right with this probability, 0 to 1."
         ),
     ] = None
     prefetch: Annotated[
         str | None,
         typer.Option(
-            help="With --profile: prefetch by this predictor, which uses earlier routing: previous-token, "
-            "popularity, affinity, "
-            f"activation-matrix, expert-mlp, or a plug-in's {PLACE}."
+            help="With --profile: simulate a prefetch with this predictor, which uses only earlier routing "
+            "(docs/settings.md describes each): previous-token, popularity, affinity, activation-matrix, "
+            f"expert-mlp, or a plug-in's {PLACE}."
         ),
     ] = None
 
@@ -84,18 +84,20 @@ def command(
     ] = None,
     eviction: Annotated[
         str,
-        typer.Option(help=f"Which resident expert is evicted first: {', '.join(EVICTION)}, or a plug-in's {PLACE}."),
+        typer.Option(
+            help=f"Rule that chooses the resident expert to evict (docs/evictions.md): {', '.join(EVICTION)}, or a "
+            f"plug-in's {PLACE}."
+        ),
     ] = "auto",
     alpha: Annotated[
         float,
         typer.Option(
-            help="Replace missing experts of low score by resident ones, as smoe generate does. The effect on the "
-            "model's "
-            "later choices is not simulated."
+            help="Replace missing experts of low score by resident experts, as smoe generate does. "
+            "The effect on the model's later choices of experts is not simulated."
         ),
     ] = 0.0,
     pools: Annotated[
-        str, typer.Option(help="Whether all layers share the cache, or each has a fixed part: global, layer.")
+        str, typer.Option(help="global: all layers share the cache; layer: each layer has a fixed part of the cache.")
     ] = ("global"),
     *,
     clock: ClockOptions,

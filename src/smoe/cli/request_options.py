@@ -25,9 +25,8 @@ ParseControlTokens = Annotated[
     bool,
     typer.Option(
         "--parse-control-tokens",
-        help="If a message contains the text of a control token, such as <|im_end|>, read it as that token. "
-        "\\[default: "
-        "as text]",
+        help="Read the text of a control token in a message, such as <|im_end|>, as that token. \\[default: as "
+        "ordinary text]",
         rich_help_panel="Conversation",
     ),
 ]
@@ -37,7 +36,9 @@ ParseControlTokens = Annotated[
 class SamplingOptions:
     """The options for the choice of tokens."""
 
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.", rich_help_panel=_SAMPLING)] = 128
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Maximum number of tokens to generate.", rich_help_panel=_SAMPLING)
+    ] = 128
     temperature: Annotated[
         float,
         typer.Option(help="Randomness of sampling; 0: always choose the most likely token.", rich_help_panel=_SAMPLING),
@@ -68,7 +69,9 @@ class ChatSamplingOptions:
 
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(help="Most tokens of an answer. \\[default: the model's, else 512]", rich_help_panel=_SAMPLING),
+        typer.Option(
+            help="Maximum number of tokens of an answer. \\[default: the model's, else 512]", rich_help_panel=_SAMPLING
+        ),
     ] = None
     temperature: Annotated[
         float | None,

@@ -102,7 +102,7 @@ class ServerOptions:
     max_waiting: Annotated[
         int,
         typer.Option(
-            help="How many texts may wait for a free sequence; further requests get status 429.",
+            help="Number of requests that may wait until the model can process them; further requests get status 429.",
             rich_help_panel=_SERVER,
         ),
     ] = 64
@@ -137,7 +137,7 @@ class ServerOptions:
         float,
         typer.Option(
             metavar="SECONDS",
-            help="Time after which a connection is closed that sends no further request.",
+            help="Time after which the server closes a connection on which no further request has arrived.",
             rich_help_panel=_SERVER,
         ),
     ] = 30.0
@@ -145,7 +145,7 @@ class ServerOptions:
         float,
         typer.Option(
             metavar="SECONDS",
-            help="Time after which a client is disconnected that reads nothing of its response.",
+            help="Time after which the server disconnects a client that has stopped reading its response.",
             rich_help_panel=_SERVER,
         ),
     ] = 60.0
@@ -171,7 +171,7 @@ class ServerOptions:
         float,
         typer.Option(
             metavar="SECONDS",
-            help="Time limit for responses in flight after Ctrl-C or SIGTERM.",
+            help="Time that responses in flight have to end after Ctrl-C or SIGTERM; then they are cut off.",
             rich_help_panel=_SERVER,
         ),
     ] = 30.0

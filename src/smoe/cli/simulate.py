@@ -25,7 +25,7 @@ The command needs the source repository, not only the installed package.
 def command(
     paper: Annotated[str, typer.Option(help="The paper to simulate: smoe, hobbit, duoserve or od-moe.")],
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Simulate every setting again, also if its result is stored.")
+        bool, typer.Option("--fresh", help="Simulate every setting again, even if its result is stored.")
     ] = False,
     json: Json = False,
     debug: Debug = False,

@@ -45,7 +45,8 @@ def command(
     tokens: Annotated[
         int | None,
         typer.Option(
-            help="How many tokens of each trace are used, from its beginning. \\[default: 1000; fewer for many layers]"
+            help="Number of tokens of each trace that are used, from its beginning. \\[default: 1000; fewer for many "
+            "layers]"
         ),
     ] = None,
     expert_size: Annotated[

@@ -39,41 +39,44 @@ class TuneOptions:
         bool,
         typer.Option(
             "--prices",
-            help="Measure, by layer, the quality cost of a substitute, of a low-precision copy and of dropping an "
-            "expert.",
+            help="Measure the quality costs of a substitute, of a low-precision copy and of dropping an expert, for "
+            "each layer. smoe generate uses these costs with --max-perplexity-increase and --tpot.",
         ),
     ] = False
     shares: Annotated[
         str | None,
         typer.Option(
-            help="Measure how important the chosen experts are, for --precision-shares; print the thresholds for these "
-            "per cent, such as 67,30,3."
+            help="Profile how important the chosen experts are, for --precision-shares. The value, such as 67,30,3, "
+            "gives the per cent of them that are computed in full precision, in low precision and not at all; "
+            "the matching thresholds are printed."
         ),
     ] = None
     cache: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Trace of smoe record, to fit the weights of --eviction multidimensional or, with --eviction "
-            "learned, to "
-            "train that policy. Repeatable."
+            help="Trace written by smoe record, to which the weights of --eviction multidimensional are fitted. "
+            "Together with --eviction learned, that policy is trained on the trace instead. Repeatable."
         ),
     ] = None
     predictor: Annotated[
         str | None,
         typer.Option(
-            help="Fit this predictor for --prefetch: corrected-gates (on a text), popularity, affinity, "
-            "activation-matrix, expert-mlp or a plug-in's MODULE:CLASS (these on a text or a trace)."
+            help="Fit or train this predictor for --prefetch: corrected-gates (on a text), or popularity, affinity, "
+            "activation-matrix, expert-mlp or a plug-in's MODULE:CLASS (these on a text or on traces)."
         ),
     ] = None
     held_out: Annotated[
         list[Path] | None,
         typer.Option(
-            help="With --cache or --predictor: trace of smoe record on which the result is tested. Repeatable."
+            help="With --cache or --predictor: trace written by smoe record on which the result is tested. Repeatable."
         ),
     ] = None
     trace: Annotated[
         list[Path] | None,
-        typer.Option(help="Trace of smoe record to use instead of --text, with --predictor (repeatable) or --shares."),
+        typer.Option(
+            help="With --predictor or --shares: trace written by smoe record that is used instead of --text. "
+            "Repeatable with --predictor."
+        ),
     ] = None
     text: Annotated[
         Path | None, typer.Option(help="File with the text to measure on: .txt or .jsonl. Default: stories.")
@@ -82,9 +85,9 @@ class TuneOptions:
         int | None,
         typer.Option(
             min=1,
-            help="Most tokens that are used of the text, or of each trace. \\[default: 2000 with "
-            "--max-perplexity-increase, 4000 with --shares, 300 with --cache, 400 with --prefetch or --eviction auto, "
-            "8000 with --predictor on a text, else all]",
+            help="Maximum number of tokens of the text, or of each trace, that are used. \\[default: 2000 with "
+            "--max-perplexity-increase, 4000 with --shares, 300 with --cache, 400 with --prefetch or --eviction "
+            "auto, 8000 with --predictor on a text, else all]",
         ),
     ] = None
     forget: Annotated[
