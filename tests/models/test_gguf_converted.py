@@ -198,12 +198,12 @@ def test_parts_that_do_not_make_the_weight(tmp_path: Path) -> None:
     family = converted.DEEPSEEK_V3
     odd = {"blk.1.attn_v_b.weight": torch.ones(4, 8, 32)}
     path = converted.write(tmp_path / "toy.gguf", family, converted.make(family), tensors=odd)
-    with pytest.raises(CheckpointError, match=r"'blk.1.attn_k_b.weight', 'blk.1.attn_v_b.weight'.*other shapes"):
+    with pytest.raises(CheckpointError, match=r"'blk.1.attn_k_b.weight', 'blk.1.attn_v_b.weight'.*have the shapes"):
         from_pretrained(path, memory="64MiB")
     path = converted.write(
         tmp_path / "less.gguf", family, converted.make(family), tensors={"blk.1.attn_v_b.weight": None}
     )
-    with pytest.raises(CheckpointError, match=r"lacks 1 weights, 'blk.1.attn_v_b.weight'"):
+    with pytest.raises(CheckpointError, match=r"lacks 1 weights .* beginning with 'blk.1.attn_v_b.weight'"):
         from_pretrained(path, memory="64MiB")
 
 

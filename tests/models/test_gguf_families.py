@@ -114,14 +114,14 @@ def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path, open_mode
     path = gguf_toy.write(tmp_path / "toy.gguf", model, tensors=more)
     assert all(map(torch.equal, steps(open_model(path, "half"), oracle.PROMPT), steps(model, oracle.PROMPT)))
     path = gguf_toy.write(tmp_path / "odd.gguf", model, tensors={"blk.5.attn_q.weight": torch.ones(64, 64)})
-    with pytest.raises(UnsupportedModelError, match=r"'blk.5.attn_q.weight'.*no place"):
+    with pytest.raises(UnsupportedModelError, match=r"'blk.5.attn_q.weight'.*does not have"):
         from_pretrained(path, memory="64MiB")
 
 
 def test_a_router_without_its_correction_is_refused(tmp_path: Path) -> None:
     absent = {"blk.2.exp_probs_b.bias": None}
     path = gguf_toy.write(tmp_path / "toy.gguf", gguf_toy.make("minimax_m2"), tensors=absent)
-    with pytest.raises(CheckpointError, match=r"lacks 1 weights, 'blk.2.exp_probs_b.bias'"):
+    with pytest.raises(CheckpointError, match=r"lacks 1 weights .* beginning with 'blk.2.exp_probs_b.bias'"):
         from_pretrained(path, memory="64MiB")
 
 

@@ -192,7 +192,7 @@ def test_what_is_not_there_or_twice_is_listed(wanted: str, said: str, stub: Stub
 def test_a_repository_that_lacks_a_part_is_named(stub: StubbedHub) -> None:
     (stub.folder / "a-Q8_0-00002-of-00003.gguf").touch()
     with pytest.raises(
-        CheckpointError, match=r"lacks 2 of the 3 parts of the model, beginning with 'a-Q8_0-00001-of-00003.gguf'"
+        CheckpointError, match=r"lacks 2 of 3 parts of the model, beginning with 'a-Q8_0-00001-of-00003.gguf'"
     ):
         files.fetch(f"{REPOSITORY}:Q8_0", None)
 

@@ -73,7 +73,7 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
         {"num_experts_per_tok": 9},
         "'num_experts_per_tok' is 9; it must be from 1 to 8, the value of",
     ),
-    "more, in a text model": ({"text_config": {"moe_k": 3, "moe_num_experts": 2}}, "'moe_k' is 3, .* the 2 of"),
+    "more, in a text model": ({"text_config": {"moe_k": 3, "moe_num_experts": 2}}, "'moe_k' is 3; .* 2, the value of"),
 }
 
 

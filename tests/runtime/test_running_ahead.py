@@ -304,5 +304,5 @@ def test_what_it_cannot_follow_is_refused(toy: Callable[..., Path], folder: Path
         open_model(folder, "half", prefetch="draft-model", precision="int4")
     with pytest.raises(ConfigError, match="emulated"):
         open_model(folder, "half", prefetch="draft-model", draft_precision="int2", device="emulated")
-    with pytest.raises(ConfigError, match="`draft_extra` has an effect only with `prefetch` draft"):
+    with pytest.raises(ConfigError, match="`draft_extra` has an effect only with `prefetch=draft"):
         open_model(folder, "half", draft_extra=1)

@@ -1,4 +1,4 @@
-"""A chat template that takes longer. Would catch a server that answers nobody, does not say what is wrong, or does not
+"""A chat template that does not end. Would catch a server that answers nobody, does not say what is wrong, or does not
 end, and control tokens that a message brings in over HTTP.
 """
 

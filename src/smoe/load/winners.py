@@ -191,7 +191,7 @@ def _decided_by(decided: Decided, setting: str, winner: Winner, place: Path, spe
 def _too_far(setting: str, nearest: Winner, share: float) -> str:
     return (
         f"as without a tournament: the nearest result is for {nearest.resident_share:.0%} of the experts resident, "
-        f"and {share:.0%} are; to measure, run smoe tune with `{setting}` auto and this `memory`"
+        f"and {share:.0%} are; to measure, run smoe tune with `{setting}=auto` and this `memory`"
     )
 
 

@@ -125,7 +125,7 @@ def part_paths(path: Path) -> list[Path]:
     absent = [part.name for part in paths if not part.exists()]
     if absent:
         raise CheckpointError(
-            f"{path.parent} lacks {len(absent)} of the {len(paths)} parts of the model, beginning with {absent[0]}; "
+            f"{path.parent} lacks {len(absent)} of {len(paths)} parts of the model, beginning with {absent[0]}; "
             "download these parts again"
         )
     return paths

@@ -72,11 +72,11 @@ def check_number(key: str, value: Any, path: Path) -> None:
     is_odd = isinstance(value, float) and not math.isfinite(value)
     if is_odd and (math.isnan(value) or "limit" not in key):
         raise CheckpointError(
-            f"the field {key!r} of {path} is {value!r}; it must be a finite number: download the file again"
+            f"{path}: the field {key!r} is {value!r}; it must be a finite number: download the file again"
         )
     names_number = _NUMBERS.fullmatch(key) or any(names.fullmatch(key) for names, _ in _BOUNDS)
     if isinstance(value, bool) and names_number:
-        raise CheckpointError(f"the field {key!r} of {path} is {value}; it must be a number: download the file again")
+        raise CheckpointError(f"{path}: the field {key!r} is {value}; it must be a number: download the file again")
 
 
 def _check_used(config: Mapping[str, Any], path: Path) -> None:
@@ -87,7 +87,7 @@ def _check_used(config: Mapping[str, Any], path: Path) -> None:
             most = config[experts] + (config.get("zero_expert_num") or 0)
             if config[used] > most and config[experts] > 0:
                 raise CheckpointError(
-                    f"the field {used!r} of {path} is {config[used]}; it must be from 1 to {most}, the value of "
+                    f"{path}: the field {used!r} is {config[used]}; it must be from 1 to {most}, the value of "
                     f"{experts!r}: download the file again"
                 )
 
@@ -96,5 +96,5 @@ def _check_size(key: str, value: Any, path: Path) -> None:
     for names, most in _BOUNDS:
         if names.fullmatch(key) and isinstance(value, (int, float)) and not 0 <= value <= most:
             raise CheckpointError(
-                f"the field {key!r} of {path} is {value!r:.80}; it must be from 0 to {most}: download the file again"
+                f"{path}: the field {key!r} is {value!r:.80}; it must be from 0 to {most}: download the file again"
             )

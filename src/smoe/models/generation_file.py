@@ -31,7 +31,7 @@ def check_values(found: Mapping[str, Any], path: Path) -> None:
         wanted = _wrong(key, value)
         if wanted:
             raise CheckpointError(
-                f"the field {key!r} of {path} is {value!r:.80}; it must be {wanted}: correct the field, or remove it"
+                f"{path}: the field {key!r} is {value!r:.80}; it must be {wanted}: correct the field, or remove it"
             )
 
 

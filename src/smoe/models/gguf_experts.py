@@ -91,7 +91,7 @@ def _every_expert(
     if len(whole) < site.experts:
         missing = key if not whole else f"blk.{site.layer}.{stem}.{apart.index(None)}.{suffix}"
         raise CheckpointError(
-            f"{place} lacks {missing!r}, tensors of the experts of layer {site.layer} that its metadata requires; "
+            f"{place} has no {missing!r}, although its metadata requires these experts of layer {site.layer}; "
             "the file is incomplete: download it again"
         )
     for tensor in whole:

@@ -113,7 +113,7 @@ def _chosen(named: HubGguf, sizes: Mapping[str, int]) -> list[str]:
     absent = [name for name in parts if name not in sizes]
     if absent:
         raise CheckpointError(
-            f"{named.repository} lacks {len(absent)} of the {len(parts)} parts of the model, beginning with "
+            f"{named.repository} lacks {len(absent)} of {len(parts)} parts of the model, beginning with "
             f"{absent[0]!r}; choose another file or repository"
         )
     return parts
