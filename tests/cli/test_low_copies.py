@@ -48,7 +48,7 @@ def test_options_are_settings():
         ({"precision_shares": "67,30,3"}, "precision_shares", "has an effect only with `low_precision=int4`"),
         ({"preset": "hobbit", "precision_shares": "67,30"}, "precision_shares", "three numbers whose sum is 100"),
         ({"preset": "hobbit", "precision_shares": "a,b,c"}, "precision_shares", "`precision_shares` is 'a,b,c'"),
-        ({"preset": "smoe", "low_precision": "int4"}, "low_threshold", "int4 would have no effect"),
+        ({"preset": "smoe", "low_precision": "int4"}, "low_threshold", "int4` would have no effect"),
         ({"preset": "hobbit", "low_threshold": 0.9}, "low_threshold", "give a lower `low_threshold` such as 0.6"),
         ({"preset": "hobbit", "low_share": "0"}, "low_share", "`low_share` is '0'"),
         ({"precision": "int3", "low_precision": "int4"}, "low_precision", "not lower .* choose one of: none, int2$"),

@@ -263,7 +263,10 @@ def test_a_price_is_found_remembered_and_used_where_it_holds(run, checkpoint, pr
     assert ran.json["alpha"] == max(within) > 0.3 and ran.json["tokens"] == ran.json["text_tokens"]
     ask = ("generate", checkpoint, "--context", 128, "--preset", "smoe", "-p", "once", "--max-new-tokens", 2, "--json")
     used = run(*ask, "--memory", "2700KiB")
-    assert used.json["alpha"] == ran.json["alpha"] and f"alpha {ran.json['alpha']:g}, as you measured it: " in used.err
+    assert (
+        used.json["alpha"] == ran.json["alpha"]
+        and f"alpha={ran.json['alpha']:g} is used: as you measured it: " in used.err
+    )
     given = run(*ask, "--memory", "2700KiB", "--alpha", 0.1)
     assert given.json["alpha"] == 0.1 and "priced" not in given.err
     fewer = run(*ask, "--memory", "2600KiB")

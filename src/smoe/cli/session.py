@@ -101,7 +101,7 @@ def _open_to(cluster: str) -> str:
 
     coordinator = read_coordinator(cluster)
     reach = reach_of(coordinator.address, coordinator.everywhere)
-    return f"listening at {reach}; admitted: {coordinator.who_may_come()}"
+    return f"listening for workers at {reach}; admitted: {coordinator.who_may_come()}"
 
 
 def describe(ledger: Ledger, reason: str, keeps_experts: bool = True) -> str:

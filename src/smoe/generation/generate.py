@@ -238,7 +238,8 @@ def _room(engine: Engine, prompts: Sequence[Sequence[int]], wanted: int) -> list
     if wanted <= room:
         return []
     return [
-        f"at most {room} new tokens instead of {wanted}: that is what the context of {engine.context_tokens} leaves"
+        f"at most {room} new tokens are generated instead of {wanted}: the context of {engine.context_tokens} tokens "
+        "has no room for more"
     ]
 
 
