@@ -79,7 +79,10 @@ def test_a_run_says_what_low_copies_did(run, packed):
 def test_a_run_says_where_its_thresholds_come_from(run, packed):
     ran = run("generate", packed, *HOBBIT, *FEW, "-p", "hello", "--max-new-tokens", 2)
     words = " ".join(ran.err.split())
-    assert "low threshold 0.6, dropped beyond 0.9: HOBBIT's own for Mixtral" in words and "smoe tune --shares" in words
+    assert (
+        "low_threshold=0.6 is used: dropped beyond 0.9: HOBBIT's own for Mixtral" in words
+        and "smoe tune --shares" in words
+    )
 
 
 def test_a_missing_pack_says_how_to_make_one(run, checkpoint):

@@ -141,7 +141,7 @@ def test_a_small_budget_gets_a_smaller_context_unless_one_is_asked_for() -> None
 
 def test_a_template_that_is_none_is_refused_before_the_model_is_loaded(run: Run, tmp_path: Path) -> None:
     ran = run("serve", "demo", "--chat-template", tmp_path / "none.jinja")
-    assert ran.code == 2 and f"--chat-template {tmp_path / 'none.jinja'} cannot be read" in ran.err
+    assert ran.code == 2 and f"{tmp_path / 'none.jinja'} (--chat-template) cannot be read" in ran.err
     assert "budget" not in ran.err
 
 

@@ -328,5 +328,5 @@ def test_a_lower_precision_is_planned_by_the_configuration_alone(tmp_path: Path)
 def test_rows_that_are_no_whole_blocks(tmp_path: Path) -> None:
     config = {**zoo.make("gpt_oss", intermediate_size=48).config.to_dict()}
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": mxfp4_toy.QUANTISATION}))
-    with pytest.raises(CheckpointError, match=r"config\.json: rows of down_proj have 48 numbers.*blocks of 32"):
+    with pytest.raises(CheckpointError, match=r"config\.json, the rows of down_proj have 48 numbers.*blocks of 32"):
         read_spec(tmp_path, configure())

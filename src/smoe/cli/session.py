@@ -64,7 +64,7 @@ def loaded(
         for name, why in engine.reasons.items():
             value = in_words(getattr(engine.config, name))
             _log.info("%s %s, %s", name, value, why)
-            note(f"{name.replace('_', ' ')}={value} is used: {why}")
+            note(f"{name}={value} is used: {why}")
         if engine.executor.compute.others is not None:
             came = [each["name"] for each in engine.executor.compute.others.described() if each["state"] == "ready"]
             note(f"connected workers: {', '.join(came) or 'none yet'}")

@@ -34,7 +34,7 @@ def stored_expert_bytes(
             form = form_of(site, columns)
             if form is None:
                 raise CheckpointError(
-                    f"by the sizes in {config_place}, rows of {part.name} have {columns} numbers, and {blocks}; "
+                    f"by the sizes in {config_place}, the rows of {part.name} have {columns} numbers, and {blocks}; "
                     "download the file again"
                 )
             found[site.layer] += rows * form.row_bytes(columns)
