@@ -135,7 +135,7 @@ def test_a_small_budget_gets_a_smaller_context_unless_one_is_asked_for() -> None
         return 0
 
     smallest = next(mib for mib in range(20, 100) if fitted(mib) != 0)
-    assert fitted(smallest) == 256 and "256 tokens (--context)" in notes[-1]
+    assert fitted(smallest) == 256 and "256 tokens instead (see --context)" in notes[-1]
     assert fitted(smallest, 1024) == 0 and fitted(200) is None
 
 

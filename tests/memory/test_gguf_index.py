@@ -175,7 +175,7 @@ def test_parts_that_do_not_belong_together(damage: Callable[[list[Path]], None],
 def test_a_part_under_another_name_is_not_a_model(tmp_path: Path) -> None:
     write(tmp_path / "m.gguf", parts=3)
     (tmp_path / "m-00001-of-00003.gguf").rename(tmp_path / "renamed.gguf")
-    with pytest.raises(CheckpointError, match=r"part 0 .from 0. of 3"):
+    with pytest.raises(CheckpointError, match=r"part 0 .counted from 0. of 3"):
         index(tmp_path / "renamed.gguf")
 
 

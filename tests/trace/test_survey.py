@@ -71,7 +71,7 @@ def test_what_cannot_be_said_is_left_out_with_its_reason(tmp_path: Path) -> None
     header = header_of(8, 2, rule=None)
     found = survey([write(tmp_path / "b.trace", header, [Token(([0, 1], [2, 3]), phase=0)] * 3)])
     assert found.left_out.keys() == {"ranks", "by_sequence", "affinity", "curves"}
-    assert "no known rule" in found.left_out["ranks"] and "only prompts" in found.left_out["curves"]
+    assert "follows no rule that smoe knows" in found.left_out["ranks"] and "only prompts" in found.left_out["curves"]
     assert list(drawn(found, "png")) == ["activation-by-sequence", "affinity", "entropy"]
     assert found.entropy.of_a_token is None and found.entropy.used.tolist() == [1.0, 1.0]
     json.dumps(found.as_json(), allow_nan=False)
