@@ -33,6 +33,7 @@ FOR_POSIX_ALONE = {
     "memory/expert_files.py": "fcntl pread POSIX_FADV_DONTNEED",  # `opening` gives Windows another; asked for before
     "machine/disk_rates.py": "POSIX_FADV_DONTNEED",  # where there is posix_fadvise
     "machine/process_memory.py": "resource getrusage RUSAGE_SELF",  # in a function that Windows leaves before
+    "kernels/competition.py": "resource getrusage RUSAGE_THREAD",  # in a function that only Linux does not leave before
     "cluster/identity.py": "fchmod",  # where os.name is posix
     "cli/interrupts.py": "termios tcgetattr error",  # after SIGHUP, which Windows has not
     "file_lock.py": "fcntl flock LOCK_EX LOCK_NB",  # in a branch that Windows does not take

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from smoe.cpu_isa import FAMILY, X86
 from smoe.kernels import tasks
+from smoe.kernels.competition import Competition
 from smoe.kernels.isa import widest
 from smoe.kernels.jit import Source, compile_functions, cpu_has
 from smoe.kernels.matrix import Matrix, own_order
@@ -43,8 +44,8 @@ _SPIN_CYCLES = 20_000
 """How long a helper looks for work before it sleeps, in clock cycles: some 10 us. Longer spinning slows down the
 reading threads more than it helps."""
 _SPIN_CYCLES_ALONE = 25_000_000
-"""How long a helper looks for work if there are no reading threads, in clock cycles: some 0.6 ms, the longest time that
-Python takes between two products of a token."""
+"""How long a helper looks for work if no reading threads and no other programs need the cores, in clock cycles: some
+8 ms, longer than the time between two tokens."""
 _CYCLES_A_SECOND = 3e9
 """The clock rate in Hz that these numbers of cycles assume. It is used to convert them on CPUs whose counter has
 another rate."""
@@ -146,6 +147,7 @@ class SpinningPool:
         self._block = (ctypes.c_int64 * tasks.WORDS)()
         self._address = ctypes.addressof(self._block)
         self._block[tasks.PATIENCE] = _ticks(_SPIN_CYCLES)
+        self._competition = Competition()
         self._progress_at, self._tasks_at = self.word(tasks.PROGRESS), self.word(tasks.HEADER)
         self._ranges_at = self.word(tasks.RANGES)
         self.at_once = self.word(tasks.PATIENCE)
@@ -171,9 +173,11 @@ class SpinningPool:
             helper.start()
 
     def expect_readers(self, are_there: bool) -> None:
-        """Set whether other threads need the cores between two jobs. If not, helpers look for work longer before they
-        sleep."""
-        self._block[tasks.PATIENCE] = _ticks(_SPIN_CYCLES if are_there else _SPIN_CYCLES_ALONE)
+        """Set whether reading threads need the cores between two jobs. If neither they nor other programs do, helpers
+        look for work longer before they sleep: a helper that spins occupies the core to which the system would move
+        this thread when another program takes this thread's core."""
+        is_short = are_there or self._competition.is_there()
+        self._block[tasks.PATIENCE] = _ticks(_SPIN_CYCLES if is_short else _SPIN_CYCLES_ALONE)
 
     def fetch_ahead(self, ahead: Ahead) -> None:
         """Set the memory that helpers prefetch while Python runs. It replaces memory that has not been prefetched
