@@ -206,7 +206,7 @@ def test_a_cluster_that_moves_is_told_of(run: Any, port: int) -> None:
     assert stays.code == 0 and "moves" not in stays.err
     moved = run("cluster", "invite", "--name", "local", "--address", "127.0.0.1:5999")
     words = " ".join(moved.err.split())
-    assert f"moves to tcp://127.0.0.1:5999; it was at tcp://127.0.0.1:{port}; 1 known worker will look" in words
+    assert f"now listens at tcp://127.0.0.1:5999 instead of tcp://127.0.0.1:{port}; 1 known worker" in words
 
 
 def test_refusals_name_what_was_typed(run: Any, checkpoint: Path, port: int) -> None:

@@ -98,7 +98,9 @@ def test_a_plot_that_could_not_be_drawn_is_refused_first(run, checkpoint, tmp_pa
     """Would catch an hour of measuring that ends with a missing library."""
     monkeypatch.setattr("smoe.cli.plot_file.find_spec", lambda name: None)
     ran = run("eval", checkpoint, "--plot", tmp_path / "price.png")
-    assert ran.code == 2 and "a plot needs matplotlib: pip install matplotlib" in ran.err and "budget" not in ran.err
+    assert (
+        ran.code == 2 and "a plot needs matplotlib: run pip install matplotlib" in ran.err and "budget" not in ran.err
+    )
 
 
 def test_tasks_without_the_harness_say_what_to_install(run, checkpoint, monkeypatch):

@@ -71,7 +71,11 @@ def test_a_lower_copy_beside_each_of_two_files(run, tmp_path):
 def test_a_copy_that_would_save_nothing_is_refused(run, tmp_path):
     gguf_toy.quantised(tmp_path / "toy.gguf", "Q4_0")
     ran = run("pack", tmp_path / "toy.gguf", "--precision", "int4")
-    assert ran.code == 2 and "quantised already" in " ".join(ran.err.split()) and not list(tmp_path.glob("*.smoe*"))
+    assert (
+        ran.code == 2
+        and "quantised form in which they are stored" in " ".join(ran.err.split())
+        and not list(tmp_path.glob("*.smoe*"))
+    )
 
 
 def test_a_missing_file_is_named_at_once(run, path):

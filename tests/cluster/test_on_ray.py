@@ -232,7 +232,7 @@ def test_rays_one_thread_is_not_the_workers(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("address", ["local", "ray://10.0.0.1:10001"])
 def test_what_is_no_cluster_of_this_machine_is_refused(address: str, ray: StandIn) -> None:
-    with pytest.raises(ClusterError, match="HOST:PORT of its head"):
+    with pytest.raises(ClusterError, match="HOST:PORT of the cluster's head"):
         join_ray(address, True, False)
     assert ray.calls == 0
 

@@ -201,7 +201,7 @@ def test_a_file_that_is_no_json_object(name: str, text: bytes, toy: Toy, open_mo
 def test_a_generation_that_cannot_be(key: str, value: Any, toy: Toy, open_model: Open, tmp_path: Path) -> None:
     folder = copy_of(toy("mixtral"), tmp_path)
     edit_json(folder / "generation_config.json", **{key: value})
-    with pytest.raises(CheckpointError, match=rf"generation_config\.json: '{key}'"):
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json: the field '{key}'"):
         open_model(folder, "half")
 
 

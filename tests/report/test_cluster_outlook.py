@@ -108,7 +108,7 @@ def test_a_worker_computes_on_its_cpu_and_reads_from_its_disk(toy: str) -> None:
     assert worker.load == pytest.approx(expert / 1e6)
     by_itself = worker.expert - HANDING_SECONDS
     assert by_itself == pytest.approx(card.host_expert_seconds + expert / card.host_bytes_per_second, rel=0.3)
-    with pytest.raises(ConfigError, match="`worker_profile` rtx-4090 has no rate of the disk"):
+    with pytest.raises(ConfigError, match="`worker_profile=rtx-4090` has no rate of the disk"):
         of(toy, Wanted(1, profile=replace(card, disk_bytes_per_second=None), slots=4))
 
 
