@@ -101,7 +101,7 @@ def test_an_interrupted_sweep_goes_on(
     assert done == [0.9]
     assert [p.quality.kl for p in halves] == [p.quality.kl for p in whole]
     assert [p.quality.block_nats for p in halves] == [p.quality.block_nats for p in whole]
-    with pytest.raises(ConfigError, match="another name: None, now 'another'"):
+    with pytest.raises(ConfigError, match="another name: None then, 'another' now"):
         run(model, [0.4], tmp_path / "halves", name="another")
 
 
@@ -138,8 +138,8 @@ def test_the_demos_own_texts() -> None:
         ("a.jsonl", "[1]", "no JSON object; every line must be one"),
         ("a.jsonl", '{"body": "x"}', "has no text; every line must have"),
         ("a.txt", " ", "is empty; give a file with some text"),
-        ("a.txt", "caf\udce9", "cannot read `text` .*: its byte 3 is not UTF-8; give a file with text in UTF-8"),
-        ("missing.txt", None, "cannot read `text` .*: No such file or directory; give a file"),
+        ("a.txt", "caf\udce9", "cannot read `text=.*`: its byte 3 is not UTF-8; give a file with text in UTF-8"),
+        ("missing.txt", None, "cannot read `text=.*`: No such file or directory; give a file"),
     ],
 )
 def test_bad_texts_are_refused(name: str, content: str | None, message: str, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_bad_texts_are_refused(name: str, content: str | None, message: str, tmp
     with pytest.raises(ConfigError, match=message) as error:
         read_documents(path)
     assert error.value.facts == error.value.facts | {"setting": "text", "given": str(path)}
-    with pytest.raises(ConfigError, match=message.replace("`text`", "`prompt_file`")) as error:
+    with pytest.raises(ConfigError, match=message.replace("`text=", "`prompt_file=")) as error:
         read_documents(path, "prompt_file")
     assert error.value.facts["setting"] == "prompt_file"
 

@@ -120,7 +120,9 @@ def test_as_many_new_tokens_as_fit_are_generated(toy: Callable[..., Path], open_
     model = open_model(toy("mixtral"), context_tokens=40)
     most = 40 - oracle.PROMPT_TOKENS + 1
     assert model.generate(oracle.PROMPT, max_new_tokens=most, min_new_tokens=most).shape[1] == 41
-    with pytest.raises(ContextError, match=r"41 tokens .* of 40 reserved; lower `max_new_tokens` by 1, shorten"):
+    with pytest.raises(
+        ContextError, match=r"41 tokens .* of 40 tokens .* reserved; lower `max_new_tokens` by 1, shorten"
+    ):
         model.generate(oracle.PROMPT, max_new_tokens=most + 1)
 
 

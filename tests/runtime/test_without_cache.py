@@ -73,9 +73,9 @@ def test_a_batch_passes_in_waves(toy: Callable[..., Path], open_model: Open) -> 
 
 
 def test_what_cannot_be(toy: Callable[..., Path]) -> None:
-    with pytest.raises(ConfigError, match="excludes `resident_share`"):
+    with pytest.raises(ConfigError, match="`resident_share` needs such experts"):
         configure("accelerate", resident_share=0.5)
-    with pytest.raises(ConfigError, match="excludes `low_precision`"):
+    with pytest.raises(ConfigError, match="`low_precision` needs such experts"):
         configure("hobbit", expert_cache="top-k")
     with pytest.raises(BudgetError, match=r"staging \(9 experts\)"):
         from_pretrained(toy("qwen2_moe"), preset="moesys", memory=1000)

@@ -49,7 +49,7 @@ def test_whoever_started_it_is_told_once_how_a_page_may_ask(
         for origin in ("https://chat.example", "https://chat.example", "null", "https://third.example"):
             assert running.http("GET", "/v1/models", Origin=origin).status == 403
         assert running.told == [
-            "a web page of https://chat.example was refused; to allow it, give `allow_origin` https://chat.example",
+            "a web page of https://chat.example was refused; to allow it, give `allow_origin=https://chat.example`",
             "a web page without an origin (null) was refused; only `allow_origin` * allows it",
         ]
 

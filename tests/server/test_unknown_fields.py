@@ -75,8 +75,8 @@ def test_each_name_has_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> 
         for _ in range(2):
             assert fields.check(ChatAsked, {"temprature": 1, "own": 2}) == ["temprature", "own"]
         assert [record.getMessage() for record in caplog.records] == [
-            "the unknown field 'temprature' is ignored (did you mean temperature?)",
-            "the unknown field 'own' is ignored",
+            "the unknown field 'temprature' of a request is ignored (did you mean temperature?)",
+            "the unknown field 'own' of a request is ignored",
         ]
         for number in range(1000):
             fields.check(ChatAsked, {f"{number}": 1})
