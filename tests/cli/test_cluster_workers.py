@@ -42,6 +42,23 @@ def test_who_is_refused_is_not_started_again(
         assert said.count(f"worker {name} is not started again: the coordinator refused it") == 1
 
 
+def test_a_worker_that_ends_by_itself_at_once_is_not_started_again(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ClusterError, match="no worker is left"):
+        keep_running({"home-1": ends(2)})
+    said = capsys.readouterr().err
+    assert "is not started again" in said and "; it is started again" not in said
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_a_worker_that_a_signal_ends_at_once_is_started_again_once(capsys: pytest.CaptureFixture[str]) -> None:
+    killed = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
+    with pytest.raises(ClusterError, match="no worker is left"):
+        keep_running({"home-1": killed})
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("home-1 ended (exit code -9); it is started again") == 1
+    assert said.count("home-1 ended at once (exit code -9) and is not started again") == 1
+
+
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 def test_an_interrupt_while_a_worker_starts_leaves_none_running(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []

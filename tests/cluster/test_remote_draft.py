@@ -87,7 +87,7 @@ class Heard:
 
 
 def listened(model: PreTrainedModel) -> Heard:
-    """What hears the draft of a model, beside its cluster."""
+    """An observer of the draft model's predictions, in addition to the cluster."""
     heard: Any = Heard(cluster_of(model))
     model.offload.executor.helpers[-1].tell(heard)
     return heard

@@ -97,7 +97,7 @@ def test_no_more_wait_than_a_few() -> None:
 
 
 def test_rows_that_may_have_changed_are_not_held_against_anybody() -> None:
-    """Somebody else was faster, and the coordinator has gone on: its hidden states are another layer's."""
+    """Another worker was faster, and the coordinator has gone on: its hidden states are another layer's."""
     bench = Bench()
     hidden, future = torch.randn(3, 4), Future[torch.Tensor]()
     future.set_result(torch.zeros(1))

@@ -32,7 +32,7 @@ from tests.toy import save_toy
 MAIN = configure(memory_bytes=3 << 20, context_tokens=128, device="emulated", profile="raspberry-pi-5")
 """The toy: 8 experts, top-4, in each of 4 layers."""
 ROOMY = replace(MAIN, memory_bytes=4 << 20)
-"""Beside a draft, too."""
+"""Also where a draft model takes a part of the memory."""
 OF_MAIN = ("memory_bytes", "context_tokens", "device", "profile")
 NEAR = Network(inf, way=1e-3, message=1e-4)
 WORKER = MeasuredWorker(load=1e-3, expert=1e-4, hop=1.2e-3, slots=16)

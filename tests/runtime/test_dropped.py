@@ -28,7 +28,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "plain": {},
     "draft-model": {"prefetch": "draft-model"},
     "prefetch": {"prefetch": "next-gate", "eviction": "score"},
-    "asked beside": {"prefetch": "previous-token", "prefetch_asked": "concurrent"},
+    "asked concurrently": {"prefetch": "previous-token", "prefetch_asked": "concurrent"},
     "own kernels": {"threads": 2, "kernels": "native"},
     "thread_pool": {"threads": 2, "kernels": "torch"},
     "beside a device": {"device": "emulated", "dilation": 1.0, "balance": "optimal", "prefetch": "look-ahead"},

@@ -81,13 +81,10 @@ def command(
 
     The JSON contains machine, versions, model, budget, and the figures of every measurement.
     """
-    from smoe.benchmark.cells import CELLS, QUICK_CELLS, fitting
+    from smoe.benchmark.cells import CELLS, QUICK_CELLS
     from smoe.benchmark.shared_block import SHARED_CELL
-    from smoe.cli.console import errors, is_quiet, warn
-    from smoe.cli.interrupts import exit_code
-    from smoe.cli.session import loaded
+    from smoe.cli.console import errors, is_quiet
     from smoe.generation.sampling import check_seed
-    from smoe.load.tokenizer import load_tokenizer
 
     check_seed(seed)
     given = {"text": text, "rounds": rounds, "batch": batch, "plot": plot, "tokens": tokens}
@@ -100,7 +97,20 @@ def command(
         return
     if not is_quiet():
         errors().print(_PHYSICS, soft_wrap=True)
-    cells = [SHARED_CELL] if share else QUICK_CELLS if quick else CELLS
+    _measure_cells(model, engine, [SHARED_CELL] if share else QUICK_CELLS if quick else CELLS, seed, share, json)
+
+
+def _measure_cells(
+    model: str, engine: EngineOptions, cells: list[TableCell], seed: int, share: bool, json: bool
+) -> None:
+    """Load the model, measure the cells that fit its context, and print them. Ends with the exit code of an interrupt
+    if one left cells out."""
+    from smoe.benchmark.cells import fitting
+    from smoe.cli.console import warn
+    from smoe.cli.interrupts import exit_code
+    from smoe.cli.session import loaded
+    from smoe.load.tokenizer import load_tokenizer
+
     config = _config(model, engine, cells)
     if config.context_tokens is not None and not fitting(cells, config.context_tokens):
         raise _no_cell(config.context_tokens, cells)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,6 +21,9 @@ from smoe.cli.spread import with_options
 from smoe.errors import ClusterError, ConfigError
 from smoe.safe_path import module_line
 from smoe.units import format_count
+
+if TYPE_CHECKING:
+    from smoe.cluster.identity import Coordinator
 
 MOST_LOCAL = 64
 DEFAULT_LOCAL = 2
@@ -143,32 +146,14 @@ def invite(
 
     The coordinator (smoe generate --cluster NAME) admits the new worker, also while it is running already.
     """
-    from dataclasses import replace
-
     from smoe.cli.console import note, output, print_json
     from smoe.load.check_zmq import check_zmq
 
     check_zmq()
-    from smoe.cluster import identity
     from smoe.cluster.address import reach_of
-    from smoe.cluster.identity import INVITATION_SECONDS, checked_name, invitation, new_coordinator, store_coordinator
+    from smoe.cluster.identity import INVITATION_SECONDS, invitation, store_coordinator
 
-    if checked_name(name, "name") in identity.clusters():
-        coordinator = identity.read_coordinator(name)
-    else:
-        if address is None:
-            raise ConfigError(
-                f"there is no cluster {name!r} yet; to create it, give the address on which the coordinator listens: "
-                "--address HOST",
-                setting="address",
-                given=None,
-                allowed="this machine's address in your network",
-            )
-        coordinator = new_coordinator(name, address)
-    if every_interface is not None:
-        coordinator = replace(coordinator, everywhere=every_interface)
-    if address is not None:
-        coordinator = moved_to(coordinator, address)
+    coordinator = _inviting(name, address, every_interface)
     reach = reach_of(coordinator.address, coordinator.everywhere)
     coordinator, line = invitation(coordinator)
     store_coordinator(coordinator)
@@ -189,6 +174,29 @@ def invite(
     output().print(
         f"smoe cluster join '{line}' MODEL --worker-memory 4GiB", soft_wrap=True, markup=False, highlight=False
     )
+
+
+def _inviting(name: str, address: str | None, every_interface: bool | None) -> Coordinator:
+    """Return the coordinator of the cluster, new or stored, with the address and interfaces that were given."""
+    from dataclasses import replace
+
+    from smoe.cluster.identity import checked_name, clusters, new_coordinator, read_coordinator
+
+    if checked_name(name, "name") in clusters():
+        coordinator = read_coordinator(name)
+    elif address is not None:
+        coordinator = new_coordinator(name, address)
+    else:
+        raise ConfigError(
+            f"there is no cluster {name!r} yet; to create it, give the address on which the coordinator listens: "
+            "--address HOST",
+            setting="address",
+            given=None,
+            allowed="this machine's address in your network",
+        )
+    if every_interface is not None:
+        coordinator = replace(coordinator, everywhere=every_interface)
+    return coordinator if address is None else moved_to(coordinator, address)
 
 
 def join(

@@ -183,8 +183,8 @@ def _print(found: ClusterOutlook, link: str) -> None:
     from smoe.units import format_digits, format_seconds
 
     workers, console = found.workers, output()
-    coordinator, beside = found.coordinator, found.with_draft
-    with_draft = "" if beside is None else f" ({beside.slots} with a draft model)"
+    coordinator = found.coordinator
+    with_draft = "" if found.with_draft is None else f" ({found.with_draft.slots} with a draft model)"
     console.print(
         f"[bold]{escape(found.model)}[/bold]  the coordinator: a layer {format_seconds(coordinator.layer)}, room for "
         f"{coordinator.slots} experts{with_draft}; workers: room for {_span([each.slots for each in workers], str)}, "

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 _ENDING_SECONDS = 10.0
 """How many seconds a worker gets to end in an orderly way."""
 _LEAST_RUN_SECONDS = 5.0
-"""A worker that ends sooner than this is not restarted."""
+"""A worker that ends by itself sooner than this is not restarted: it would end again. If a signal ends it so soon, it
+is restarted once."""
 
 
 def line_for_coordinator(model: str, name: str, workers: int, draft: bool = False) -> str:
@@ -64,13 +65,27 @@ def _started(line: Sequence[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(line, stdin=subprocess.DEVNULL, cwd=WORKING_FOLDER, env=child_environment())
 
 
+def _final_message(name: str, code: int, is_soon: bool, was_soon: bool) -> str | None:
+    """Return why a worker that has ended is not restarted; None if it is restarted.
+
+    `is_soon`: it ended soon after its start; `was_soon`: so did the process before it. A negative code is a signal's.
+    """
+    if code == REFUSED:
+        return f"worker {name} is not started again: the coordinator refused it (see the message above)"
+    if is_soon and (code >= 0 or was_soon):
+        return f"worker {name} ended at once (exit code {code}) and is not started again"
+    return None
+
+
 def keep_running(lines: Mapping[str, Sequence[str]], on_started: Callable[[], None] = lambda: None) -> None:
     """Start the workers, given as {name: command line}, restart workers that end, and end all of them with this
-    process. `on_started` is called when all have been started. A worker that the coordinator refuses is not
-    restarted."""
+    process. `on_started` is called when all have been started. A worker that the coordinator refuses, or that ends as
+    soon as it is started, is not restarted."""
     from smoe.cli.console import warn
 
     running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
+    soon = set[str]()
+    """The workers whose last process a signal ended soon after its start."""
 
     def start(name: str) -> None:
         with answered_by(lambda _: None):  # an interrupt between the two steps of this line would lose the process
@@ -87,15 +102,15 @@ def keep_running(lines: Mapping[str, Sequence[str]], on_started: Callable[[], No
                 code = process.poll()
                 if code is None:
                     continue
-                if code == REFUSED:
-                    warn(f"worker {name} is not started again: the coordinator refused it (see the message above)")
+                is_soon = time.monotonic() - since < _LEAST_RUN_SECONDS
+                final = _final_message(name, code, is_soon, name in soon)
+                if final is not None:
+                    warn(final)
                     del running[name]
-                elif time.monotonic() - since < _LEAST_RUN_SECONDS:
-                    warn(f"worker {name} ended at once (exit code {code}) and is not started again")
-                    del running[name]
-                else:
-                    warn(f"worker {name} ended (exit code {code}); it is started again")
-                    start(name)
+                    continue
+                (soon.add if is_soon else soon.discard)(name)
+                warn(f"worker {name} ended (exit code {code}); it is started again")
+                start(name)
         raise ClusterError("no worker is left; the messages above say why each ended")
     finally:
         for process, _ in running.values():

@@ -149,12 +149,12 @@ def _started(given: Sequence[str], log: IO[str]) -> Iterator[Popen[str]]:
 def _listening(process: Popen[str], log: IO[str], key: str) -> RunningServer:
     """Wait until the server listens. Raises the error that it reports."""
     assert process.stdout is not None, "the server's output is a pipe"
-    said: dict[str, Any] = json.loads(process.stdout.readline() or "{}")
-    if said.get("event") == "listening":
-        return RunningServer(said["url"].removesuffix("/v1"), said["model"], key)
+    message: dict[str, Any] = json.loads(process.stdout.readline() or "{}")
+    if message.get("event") == "listening":
+        return RunningServer(message["url"].removesuffix("/v1"), message["model"], key)
     process.wait()
     log.seek(0)
-    why = said.get("error", {}).get("message") or log.read()[-_TAIL:].strip() or f"exit code {process.returncode}"
+    why = message.get("error", {}).get("message") or log.read()[-_TAIL:].strip() or f"exit code {process.returncode}"
     raise SmoeError(f"smoe serve did not start: {why}")
 
 

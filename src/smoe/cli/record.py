@@ -71,10 +71,9 @@ def command(
     Recording does not change what the model computes. Prompts run one after the other, or --max-sequences at a time; a
     text is read as generation would write it, one token a step.
     """
-    from smoe.cli.console import note, print_json
+    from smoe.cli.console import print_json
     from smoe.cli.interrupts import exit_code
     from smoe.eval.texts import read_documents
-    from smoe.units import format_bytes
 
     path = _destination(out, model, force)
     if text is not None and (prompt or prompt_file):
@@ -90,14 +89,20 @@ def command(
     if json:
         print_json(found)
     else:
-        interrupted = "interrupted: the complete steps so far are stored; " if found["was_interrupted"] else ""
-        sequences = "1 sequence" if found["sequences"] == 1 else f"{found['sequences']} sequences"
-        note(
-            f"{interrupted}the trace has {found['steps']} steps of {sequences} and takes {format_bytes(found['bytes'])}"
-        )
-        print(path)
+        _print(found, path)
     if found["was_interrupted"]:
         raise typer.Exit(exit_code())
+
+
+def _print(found: dict[str, Any], path: Path) -> None:
+    """Print how much was recorded as a note, and the path of the trace as the result."""
+    from smoe.cli.console import note
+    from smoe.units import format_bytes, format_count
+
+    interrupted = "interrupted: the complete steps so far are stored; " if found["was_interrupted"] else ""
+    sequences = format_count(found["sequences"], "sequence")
+    note(f"{interrupted}the trace has {found['steps']} steps of {sequences} and takes {format_bytes(found['bytes'])}")
+    print(path)
 
 
 def _destination(out: Path, model: str, force: bool) -> Path:

@@ -222,8 +222,8 @@ def cluster_outlook(
         return MeasuredCoordinator(layer, network.message, pieces["load"], pieces["expert"], slots, ahead)
 
     coordinator = coordinator_with(survey.ledger)
-    beside, draft_remarks = with_drafts(model, survey, config, drafts, revision)
-    with_draft = None if beside is None else coordinator_with(beside)
+    ledger_with_draft, draft_remarks = with_drafts(model, survey, config, drafts, revision)
+    with_draft = None if ledger_with_draft is None else coordinator_with(ledger_with_draft)
     workers = list(_workers(wanted, work, survey.ledger.demand.classes, scene.machine, network, row_bytes))
     tokens, before = _replayed(work, trace)
     guesses = survey.subject.predictor_of(survey.spec, config) == "next-gate"
