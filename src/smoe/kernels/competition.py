@@ -26,7 +26,8 @@ def preemptions() -> int:
 
 
 class Competition:
-    """Watches how often one thread loses its core. Only that thread may ask."""
+    """Watches how often the thread that calls `is_there` loses its core. If another thread begins to call it, the first
+    rate compares the counts of two threads and may be wrong, for two seconds at most."""
 
     def __init__(self, count: Callable[[], int] = preemptions, now: Callable[[], float] = time.perf_counter) -> None:
         self._count, self._now = count, now
