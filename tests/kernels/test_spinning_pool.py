@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import subprocess
+import sys
 import threading
 import time
 
@@ -162,6 +164,28 @@ def test_closing_ends_the_helpers() -> None:
         time.sleep(0.01)  # asleep
     assert threading.active_count() == before
     assert pool.threads == 4
+
+
+SPINS_AT_THE_END = """
+import time
+from smoe.kernels import tasks
+from smoe.kernels.spinning_pool import SpinningPool
+
+pool = SpinningPool(2, has_bf16=False)
+while not pool._is_asleep[0]:
+    time.sleep(0.001)
+pool._block[tasks.PATIENCE] = 1 << 40
+pool._wake()
+while not pool._alarms[0].locked():  # the helper takes it when it wakes up
+    time.sleep(0.001)
+raise SystemExit(3)
+"""
+
+
+def test_a_program_ends_while_a_helper_runs_machine_code() -> None:
+    """Would catch code that Python frees at its end: the helper then ends the process by a segmentation fault."""
+    promised.needs_machine_code()
+    assert subprocess.run([sys.executable, "-c", SPINS_AT_THE_END], check=False, timeout=60).returncode == 3
 
 
 def wait_until_asleep(pool: SpinningPool) -> None:

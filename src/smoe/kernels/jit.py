@@ -24,7 +24,9 @@ from smoe.garbage import collection_paused
 from smoe.kernels import compiler, machine_code, object_cache
 
 _kept: list[Any] = []
-"""The owners of loaded machine code. They stay here because callables may outlive other references to them."""
+"""The owners of loaded machine code, which is never freed: callables may outlive other references to its owner, and
+daemon threads may still run it while Python ends and empties its modules."""
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept))
 
 
 class Source(NamedTuple):
