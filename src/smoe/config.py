@@ -209,8 +209,8 @@ class EngineConfig:
     cache_weights: tuple[float, ...] | None = setting(
         None,
         NumberTuple("four numbers of at least 0 whose sum is 1, for lru, lfu, lhu and fld", are_cache_weights),
-        "With --eviction multidimensional: the weights of its four numbers (docs/evictions.md), such as "
-        "0.4,0.3,0.2,0.1.",
+        "With --eviction multidimensional: the weights of an expert's last use, its uses, its uses in high precision, "
+        "and the distance of its layer (docs/evictions.md), such as 0.4,0.3,0.2,0.1.",
         left_out="as smoe tune --cache found for the model, else the usual weights",
         owner="eviction",
     )
@@ -538,8 +538,8 @@ class EngineConfig:
     skip_threshold: float = setting(
         1.0,
         Number("a number from 0 to 1 (exact)", lambda value: 0 <= value <= 1),
-        "LOSSY: drop a missing expert if the larger routing weights of the token sum to more than this (HOBBIT's T2), "
-        "from 0 to 1.",
+        "LOSSY: drop a missing expert if the token's experts with larger routing weights have weights that sum to more "
+        "than this (HOBBIT's T2), from 0 to 1.",
         option="--skip-threshold",
         panel=LOW,
         replaces={"precision_shares": None},
@@ -599,7 +599,7 @@ class EngineConfig:
     reproducible: bool = setting(
         False,
         Switch(),
-        "Write the same text in every run, also with --alpha. It excludes --preset balanced.",
+        "Generate the same text in every run, also with --alpha. Cannot be used with --preset balanced.",
         option="--reproducible",
     )
     """Whether every run gives the same text, also if experts are substituted. Residency then never depends on timing,

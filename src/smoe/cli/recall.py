@@ -77,9 +77,9 @@ class RecallOptions:
     periods: Annotated[
         str | None,
         typer.Option(
-            help="How often, in tokens, a draft model takes over the model's latest token (T) and the model's keys "
-            "and values (KV). T1KV16: the token after every token, keys and values after every 16th token; 0: "
-            "never. Numbers without letters, such as 0,1, mean all pairs of these numbers. \\[default: "
+            help="Periods to compare, separated by commas. T1KV16: the draft model gets the model's latest token after "
+            "every token (T1), and a copy of the model's keys and values after every 16th token (KV16); 0 means never. "
+            "Plain numbers mean all their pairs: 0,1 means T0KV0,T0KV1,T1KV0,T1KV1. \\[default: "
             f"{_PERIODS}]",
             rich_help_panel=_PANEL,
         ),
