@@ -48,6 +48,15 @@ class Admission:
             self.coordinator = self.coordinator.with_role(name, is_draft)
             store_coordinator(self.coordinator)
 
+    def exclude(self, key: str) -> None:
+        """Exclude the worker with this key permanently."""
+        with self._lock:
+            with suppress(ClusterError):
+                self.coordinator = replace(read_coordinator(self.coordinator.name), address=self.coordinator.address)
+            self.coordinator = self.coordinator.without_worker(key)
+            with suppress(OSError):
+                store_coordinator(self.coordinator)
+
     def name_of(self, key: str) -> str | None:
         """Return the name of the worker with this key; None for an unknown key."""
         return next((name for name, its_key in self.coordinator.workers.items() if its_key == key), None)

@@ -44,7 +44,7 @@ class Seat:
         self.state = "out"
         self.why = ""
         """The reason why the draft model is not used, or has opened no files."""
-        self.changed: Callable[[], object] = lambda: None
+        self._on_change: Callable[[], object] = lambda: None
         self._key = ""
         self._route = b""
         self._fields: dict[str, Any] = {}
@@ -53,6 +53,13 @@ class Seat:
         """Whether the draft model has opened the copy that this coordinator requests."""
         self._under_way = 0
         """The number of messages with keys and values that the draft model has not confirmed yet."""
+
+    def begin(self, ring: Callable[[], object], on_change: Callable[[], object]) -> None:
+        """Accept connections of draft models. `ring` makes the link's thread call `turn` soon, and any thread may call
+        `ring`. `on_change` is called when the state of the draft model changes."""
+        self._on_change = on_change
+        if self.following is not None:
+            self.following.ring_by(ring)
 
     @property
     def is_in(self) -> bool:
@@ -183,7 +190,7 @@ class Seat:
         _log.info("draft model %s: %s%s", self.name, state, f" ({why})" if why else "")
         if self.following is not None and was_in != self.is_in:
             self.following.reset(self.is_in)
-        self.changed()
+        self._on_change()
 
 
 def _whole(fields: Any) -> int:

@@ -48,8 +48,7 @@ class Following:
         self._sent_step: TokenStep | None = None
         """The last token and position sent to the draft model."""
         self._is_followed = False
-        self.ring: Callable[[], object] = lambda: None
-        """A function that makes the thread of the connections request the next message."""
+        self._ring: Callable[[], object] = lambda: None
         self.steps = 0
         """The number of tokens sent."""
         self.layers = 0
@@ -57,11 +56,15 @@ class Following:
         self.nbytes = 0
         """The bytes of keys and values sent."""
 
+    def ring_by(self, ring: Callable[[], object]) -> None:
+        """Call `ring` whenever there is a next message. It makes the thread of the connections request the message."""
+        self._ring = ring
+
     # -- for the model's thread ---------------------------------------------------------------------------------------
 
     def tell(self, listener: Listener) -> None:
         """Pass all predictions to `listener` as soon as they arrive, on the thread of the connections."""
-        self._draft_predictions.listener = listener
+        self._draft_predictions.tell(listener)
 
     def begin(self, token: int, cache: RowCache) -> None:
         """Let the draft model follow the token that the model decodes now; the earlier tokens are in the model's
@@ -75,7 +78,7 @@ class Following:
                 self._draft_predictions.pause()
             else:
                 self._draft_predictions.ask(TokenStep(token, cache.length, self._text))
-        self.ring()
+        self._ring()
 
     def pause(self, cache: RowCache | None = None) -> None:
         """Stop predictions, because the model computes a prompt (after the tokens in `cache`) or decodes a batch."""
@@ -83,7 +86,7 @@ class Following:
             self._draft_predictions.pause()
             if cache is not None and cache is self._cache:
                 self._sent = min(self._sent, cache.length)
-        self.ring()
+        self._ring()
 
     def predicted(self) -> tuple[list[Expected], list[Expected]]:
         """Return two lists of predictions received so far: for the token that the model decodes now, and for the next
@@ -94,7 +97,7 @@ class Following:
     def close(self) -> None:
         """Stop following the text. Repeated calls have no effect."""
         with self._lock:
-            self._draft_predictions.listener = None
+            self._draft_predictions.tell(None)
             self._draft_predictions.pause()
             self._cache = None
 
@@ -106,8 +109,7 @@ class Following:
             self._is_followed = is_followed
             self._draft_predictions.forget()
             self._begin_text()
-            if self._draft_predictions.asked is not None:
-                self._draft_predictions.asked = self._draft_predictions.asked._replace(text=self._text)
+            self._draft_predictions.rename_text(self._text)
 
     def next_message(self, may_send_keys: bool) -> list[Any] | None:
         """Return the next message for the draft model; None if there is none. Missing keys and values come before the

@@ -22,9 +22,10 @@ import torch
 import zmq
 
 from smoe.cluster import frames
-from smoe.cluster.address import Endpoint
+from smoe.cluster.address import to_listen_at
 from smoe.cluster.draft_session import Seat
 from smoe.cluster.frames import Frame, FrameError, FrameKind, RowFormat
+from smoe.cluster.identity import Coordinator
 from smoe.cluster.listening_sockets import ListeningSockets, Membership, user_of
 from smoe.cluster.members import Loss, Member, WorkerState
 from smoe.cluster.pollable_queue import PollableQueue
@@ -55,21 +56,23 @@ class ClusterLink:
 
     def __init__(
         self,
-        address: Endpoint,
-        public: str,
-        secret: str,
+        coordinator: Coordinator,
         membership: Membership,
+        courier: Courier,
+        seat: Seat,
         rescue: ComputeUnit,
         rows: RowFormat,
         here_load: Callable[[], float],
         verify: float = 0.0,
     ) -> None:
-        """`rescue`, `here_load`: as for `UnderWay`. `verify`: the fraction of the workers' results that the coordinator
-        recomputes. Raises `ClusterError` if the address is not available."""
+        """`courier` sends files to workers; draft models connect through `seat`, one at a time. `rescue`, `here_load`:
+        as for `UnderWay`. `verify`: the fraction of the workers' results that the coordinator recomputes. Raises
+        `ClusterError` if the address is not available."""
         self.members: dict[int, Member] = {}
         """All workers that have ever connected, by their unit number in plans."""
         self._membership = membership
-        self._sockets = ListeningSockets(address, public, secret, membership, rows.part_bytes)
+        at, keys = to_listen_at(coordinator.address, coordinator.everywhere), coordinator.keys
+        self._sockets = ListeningSockets(at, keys.public, keys.secret, membership, rows.part_bytes)
         self._router, self._monitor = self._sockets.router, self._sockets.monitor
         self._rows = rows
         self.under_way = UnderWay(self.members, self._send_to, rescue, rows.most, here_load)
@@ -81,14 +84,18 @@ class ClusterLink:
         """For each name, the reason why the last machine of that name was refused."""
         self.losses: list[Loss] = []
         """The losses of workers, in order of time."""
-        self.courier: Courier | None = None
-        self.seat: Seat | None = None
-        """The connection of a draft model."""
-        self._is_ending = False
+        self._courier, self._seat = courier, seat
+        self.is_ending = False
+        """Whether `close` was called."""
         self._beaten = 0.0
         self.changed = threading.Condition()
         """Notified when a member's state changes."""
         self._thread = threading.Thread(target=self._run, name="smoe-cluster", daemon=True)
+
+    def begin(self) -> None:
+        """Start the thread, which calls `membership` from now on."""
+        self._courier.begin(self.wake)
+        self._seat.begin(self.wake, self._note_change)
         self._thread.start()
 
     # -- for other threads --------------------------------------------------------------------------------------------
@@ -96,7 +103,7 @@ class ClusterLink:
     def submit(self, unit: int, wanted: Sequence[ExpertTask], hidden: Fetched) -> list[Future[torch.Tensor]]:
         """Send a request to a worker. Return a future for the output of each expert, as a `ComputeUnit` does."""
         futures: list[Future[torch.Tensor]] = [Future() for _ in wanted]
-        if self._is_ending:
+        if self.is_ending:
             self.forget(futures)
             return futures
         request = ExpertRequest(wanted, hidden, futures, unit)
@@ -105,14 +112,8 @@ class ClusterLink:
 
     def fetch(self, unit: int, keys: Sequence[ExpertKey]) -> None:
         """Ask a worker to load these experts, except those that it has, before they are requested."""
-        self._queue.put(lambda: self._fetch(self.members.get(unit), keys))
-
-    def sit(self, seat: Seat) -> None:
-        """Accept connections of draft models, and use one draft model at a time through `seat`."""
-        seat.changed = self._note_change
-        if seat.following is not None:
-            seat.following.ring = self.wake
-        self.seat = seat
+        if not self.is_ending:
+            self._queue.put(lambda: self._fetch(self.members.get(unit), keys))
 
     def forget(self, futures: Sequence[Future[torch.Tensor]]) -> None:
         """Cancel the futures whose results no thread waits for any more."""
@@ -121,14 +122,15 @@ class ClusterLink:
 
     def close(self) -> None:
         """Disconnect all machines, end the thread, and close the sockets. Repeated calls have no effect."""
-        if self._is_ending:
+        if self.is_ending:
             return
-        self._is_ending = True
+        self.is_ending = True
         self.wake()
         self._thread.join()
         self._spot_checks.finish(_CHECKING_SECONDS)
         self._sockets.close()
         self._queue.close()
+        self._courier.close()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -136,15 +138,14 @@ class ClusterLink:
         poller = zmq.Poller()
         for each in (self._router, self._monitor, self._queue.fileno()):
             poller.register(each, zmq.POLLIN)
-        while not self._is_ending:
+        while not self.is_ending:
             try:
                 left = min(_TICK_SECONDS, self.under_way.next_due() - time.monotonic())
                 poller.poll(math.ceil(1000 * max(0.0, left)))
                 self._turn()
             except Exception:  # the thread must not end while requests wait
                 _log.exception("the connections to workers failed; the coordinator computes the experts in flight")
-        if self.seat is not None:
-            self.seat.put_out("", self._send)
+        self._seat.put_out("", self._send)
         for member in self.members.values():
             if member.state is not WorkerState.OUT:
                 self._send_to(member, frames.alone(FrameKind.LEAVE))
@@ -160,21 +161,18 @@ class ClusterLink:
         while self._monitor.poll(0):
             self._monitor.recv_multipart()
             self._beaten = 0.0  # a connection has closed: the next beat shows whose
-            if self.seat is not None:
-                self.seat.beat_soon()
+            self._seat.beat_soon()
         self._see_who_is_late(time.monotonic())
-        if self.seat is not None:
-            self.seat.turn(time.monotonic(), self._send)
+        self._seat.turn(time.monotonic(), self._send)
         self._spot_checks.go_on(self.under_way.needs_rescue)
-        if self.courier is not None:
-            self.courier.turn(self.under_way.is_idle, self._send)
+        self._courier.turn(self.under_way.is_idle, self._send)
 
     def _hear(self, parts: list[Any]) -> None:
         route, key = parts[0].bytes, user_of(parts[-1])
-        member, seat = self._by_route.get(route), self.seat
+        member, seat = self._by_route.get(route), self._seat
         try:
             frame = frames.parse([part.buffer for part in parts[1:]])
-            if seat is not None and seat.is_of(route, frame.kind):
+            if seat.is_of(route, frame.kind):
                 seat.receive(route, key, frame, time.monotonic(), self._send)
             elif frame.kind is FrameKind.HELLO:
                 self._greeted(route, key, frames.fields_of(frame))
@@ -182,12 +180,12 @@ class ClusterLink:
                 parts := self._membership.describe(key, frames.fields_of(frame))
             ):
                 self._send(route, parts)
-            elif self.courier is not None and frame.kind in FILE_KINDS:
-                self.courier.receive(route, key, frame, self._send)
+            elif frame.kind in FILE_KINDS:
+                self._courier.receive(route, key, frame, self._send)
             elif member is not None and member.key == key and member.state is not WorkerState.OUT:
                 self._answered(member, frame)
         except FrameError as error:
-            is_draft, why = seat is not None and seat.has(route), f"sent an invalid message: {error}"
+            is_draft, why = seat.has(route), f"sent an invalid message: {error}"
             _log.warning(
                 "%s %s", member.name if member else "the draft model" if is_draft else "an unknown machine", why
             )
@@ -195,7 +193,7 @@ class ClusterLink:
                 self._send(route, frames.talk(FrameKind.REFUSED, {"why": why}))
             if member is not None:
                 self._out(member, why)
-            elif seat is not None and is_draft:
+            elif is_draft:
                 seat.leave(why)
 
     def _greeted(self, route: bytes, key: str, fields: dict[str, Any]) -> None:

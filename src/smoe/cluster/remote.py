@@ -9,24 +9,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
 from itertools import chain
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from smoe import __version__
 from smoe.cluster import frames
-from smoe.cluster.address import to_listen_at
 from smoe.cluster.admission import Admission
 from smoe.cluster.describing import Describer, LightWorker
 from smoe.cluster.draft_session import Seat
 from smoe.cluster.frames import FrameKind, RowFormat
-from smoe.cluster.identity import Coordinator, is_name, keep_status, read_coordinator, store_coordinator
+from smoe.cluster.identity import Coordinator, is_name, keep_status
 from smoe.cluster.link import ClusterLink
 from smoe.cluster.members import Member, WorkerState
 from smoe.cluster.requests import Proof
@@ -49,14 +47,28 @@ threads, may differ between machines."""
 _log = logging.getLogger(__name__)
 
 
-class Cluster(Admission):
+class Services(NamedTuple):
+    """What the coordinator does for other machines besides sending requests."""
+
+    describer: Describer
+    """Describes the experts for workers without torch."""
+    courier: Courier
+    """Sends missing files to workers."""
+    seat: Seat
+    """The connection of a draft model on another machine."""
+
+
+class Cluster:
     """The coordinator's workers. The executor uses this class as its `Sharer`, the link as its `Membership`. `close`
     disconnects the workers."""
 
     def __init__(
         self,
-        coordinator: Coordinator,
+        admission: Admission,
+        services: Services,
         alone: ExpertsAlone,
+        arithmetic: str,
+        units: Mapping[int, ComputeUnit],
         rows: RowFormat,
         asked: dict[str, Any],
         method: str,
@@ -65,12 +77,17 @@ class Cluster(Admission):
         spares: int = 0,
         verify: float = 0.0,
     ) -> None:
-        """`alone`: the coordinator's own experts, for making proofs and for the time without workers. `rows`: the
-        format of rows in messages. `asked`: fields that must match a worker's model. `spares`: the number of predicted
-        experts beyond a layer's top-k. `verify`: the fraction of results that is recomputed. `method`: one of
-        `PLACEMENT`; `order`: one of `BALANCE_ORDER`. Raises `ClusterError` if the address is in use."""
-        super().__init__(coordinator)
-        self.units: dict[int, ComputeUnit] = {}
+        """Accept workers from now on, which compute with the kernels `arithmetic` (one of `KERNELS`), as the
+        coordinator does.
+
+        `alone`: the coordinator's own experts, for making proofs and for the time without workers. `units`: the compute
+        units of this machine. `rows`: the format of rows in messages. `asked`: fields that must match a worker's model.
+        `spares`: the number of predicted experts beyond a layer's top-k. `verify`: the fraction of results that is
+        recomputed. `method`: one of `PLACEMENT`; `order`: one of `BALANCE_ORDER`. Raises `ClusterError` if the address
+        is in use."""
+        self._admission = admission
+        self._describer, self._seat = services.describer, services.seat
+        self.units = dict(units)
         """The units by their numbers in plans."""
         self._alone = alone
         self._asked = asked
@@ -81,48 +98,36 @@ class Cluster(Admission):
         turns = {layer: turn for turn, layer in enumerate(sorted(alone.store.layers))}
         own = here._replace(load=self._seconds_here)
         self._ahead = AheadSchedule(
-            method, turns, spares, own, self._costs_later, self._tell, time.perf_counter, threading.Lock()
+            method, turns, spares, own, self._costs_later, self._fetch, time.perf_counter, threading.Lock()
         )
-        self._verify = verify
         self.doubts: list[str] = []
         """Reasons why text generated so far may be wrong, for the user; empty: there are none."""
-        self._arithmetic = "torch"
-        self._proofs = list[Proof]()
+        self._arithmetic = arithmetic
         self._ready: list[Member] = []
         most = max(rows.most, 2 * max(_PROOF_ROWS))  # two experts in each proof
         self._rows = rows._replace(most=most).fitting
         self._unit = FIRST_WORKER
-        self._is_closed = False
-        self.link: ClusterLink | None = None
-        self.describer: Describer | None = None
-        """Describes the experts for workers without torch; None: such workers cannot be used."""
-        self.courier: Courier | None = None
-        """Sends missing files to workers; None where workers must have them."""
-        self.seat: Seat | None = None
-        """The connection of a draft model on another machine."""
-
-    def open(self, arithmetic: str) -> None:
-        """Accept workers, which compute with the kernels `arithmetic` (one of `KERNELS`), as the coordinator does."""
-        self._arithmetic = arithmetic
-        if not self._alone.compute_by(arithmetic):
+        if not alone.compute_by(arithmetic):
             raise ClusterError(
                 f"the coordinator's own experts cannot be computed by `kernels={arithmetic}`; this is a bug in smoe, "
                 "please report it"
             )
         self._proofs = list(self._make_proofs())
-        keys, rescue = self.coordinator.keys, self._alone.experts
-        at = to_listen_at(self.coordinator.address, self.coordinator.everywhere)
-        self.link = ClusterLink(at, keys.public, keys.secret, self, rescue, self._rows, self._rescue_load, self._verify)
-        if self.courier is not None:
-            self.courier.begin(self.link.wake)
-            self.link.courier = self.courier
-        if self.seat is not None:
-            self.link.sit(self.seat)
+        self.link = ClusterLink(
+            admission.coordinator,
+            self,
+            services.courier,
+            services.seat,
+            alone.experts,
+            self._rows,
+            lambda: self._last_here_load,
+            verify,
+        )
+        self.link.begin()
 
     def wait(self, workers: int, seconds: float) -> list[Member]:
         """Wait for `workers` ready workers, and a draft model if one is used, at most `seconds`. Return the ready
         workers."""
-        assert self.link is not None
         until = time.monotonic() + seconds
         with self.link.changed:
             while self._is_waiting(workers) and (left := until - time.monotonic()) > 0:
@@ -131,20 +136,24 @@ class Cluster(Admission):
         return list(self._ready)
 
     @property
+    def coordinator(self) -> Coordinator:
+        """The current record of the cluster."""
+        return self._admission.coordinator
+
+    @property
     def members(self) -> list[Member]:
         """All workers that ever connected."""
-        return [] if self.link is None else list(self.link.members.values())
+        return list(self.link.members.values())
 
     @property
     def refused(self) -> dict[str, str]:
         """For each machine that was not admitted, its name and the reason."""
-        out = {member.name: member.why for member in self.members if member.why}
-        return out if self.link is None else self.link.refused | out
+        return self.link.refused | {member.name: member.why for member in self.members if member.why}
 
     def lost(self) -> list[dict[str, Any]]:
         """Return the workers that were connected and are lost: for each its name, the reason and the time (Unix
         time)."""
-        return [] if self.link is None else [each._asdict() for each in self.link.losses]
+        return [each._asdict() for each in self.link.losses]
 
     def described(self) -> list[dict[str, Any]]:
         """Return the state of every worker, for `smoe cluster status` and the summary of a run. Times are in
@@ -154,23 +163,18 @@ class Cluster(Admission):
     @property
     def draft(self) -> dict[str, Any] | None:
         """The state of a draft model on another machine; None where none has connected."""
-        return None if self.seat is None else self.seat.described()
+        return self._seat.described()
 
     def close(self) -> None:
         """Disconnect the workers and free the coordinator's own slots. Repeated calls have no effect."""
-        (link, self.link), draft = (self.link, None), self.draft
-        if link is not None:
-            link.close()
-            with suppress(OSError):
-                members = [_described(each) for each in link.members.values()]
-                keep_status(self.coordinator.name, members, draft, is_over=True)
-        if self.courier is not None:
-            self.courier.close()
-        if self.describer is not None:
-            self.describer.close()
-        if not self._is_closed:
-            self._is_closed = True
-            self._alone.close()
+        if self.link.is_ending:
+            return
+        draft = self.draft
+        self.link.close()
+        with suppress(OSError):
+            keep_status(self.coordinator.name, self.described(), draft, is_over=True)
+        self._describer.close()
+        self._alone.close()
 
     # -- for the executor ---------------------------------------------------------------------------------------------
 
@@ -181,7 +185,6 @@ class Cluster(Admission):
             del self.units[unit]
         for member in self._ready:
             if member.unit not in self.units:
-                assert self.link is not None
                 self.units[member.unit] = RemoteUnit(member.unit, self.link)
         self._ahead.begin(position, self._views, {member.unit: member.slots for member in self._ready})
 
@@ -225,11 +228,10 @@ class Cluster(Admission):
         self._ahead.withdraw(position)
 
     def _is_waiting(self, workers: int) -> bool:
-        return len(self._here_now()) < workers or (self.seat is not None and self.seat.may_come)
+        return len(self._here_now()) < workers or self._seat.may_come
 
-    def _tell(self, unit: int, keys: list[ExpertKey]) -> None:
-        if self.link is not None:
-            self.link.fetch(unit, keys)
+    def _fetch(self, unit: int, keys: list[ExpertKey]) -> None:
+        self.link.fetch(unit, keys)
 
     def _views(self) -> list[WorkerView]:
         """Return, for each available worker in the order of the names, the numbers from which plans are made."""
@@ -248,7 +250,7 @@ class Cluster(Admission):
         return (share - self._here.retained()) * sum(loads) / len(loads)
 
     def _is_out(self, unit: int) -> bool:
-        member = None if self.link is None else self.link.members.get(unit)
+        member = self.link.members.get(unit)
         return member is None or member.state is WorkerState.OUT
 
     def _here_now(self) -> list[Member]:
@@ -256,8 +258,9 @@ class Cluster(Admission):
 
     # -- for the link's thread ----------------------------------------------------------------------------------------
 
-    def _rescue_load(self) -> float:
-        return self._last_here_load
+    def may_connect(self, key: str) -> bool:
+        """Return whether a machine with this key may connect."""
+        return self._admission.may_connect(key)
 
     def tick(self) -> None:
         """Store the members' state in the cluster's folder, for `smoe cluster status`."""
@@ -274,7 +277,7 @@ class Cluster(Admission):
         name, slots = fields.get("name"), fields.get("slots")
         if not isinstance(name, str) or not is_name(name) or type(slots) is not int or slots < 1:
             return "its first message is incomplete"
-        why = self._unfit(fields) or self.admitted(key, fields)
+        why = self._unfit(fields) or self._admission.admitted(key, fields)
         if why:
             return why
         most_rows = inf
@@ -283,14 +286,14 @@ class Cluster(Admission):
             if not isinstance(found, LightWorker):
                 return found
             most_rows = found.most_rows
-        self.note_role(key, is_draft=False)
+        self._admission.note_role(key, is_draft=False)
         self._unit += 1
-        return Member(self._unit - 1, self.name_of(key) or name, key, b"", slots, most_rows=most_rows)
+        return Member(self._unit - 1, self._admission.name_of(key) or name, key, b"", slots, most_rows=most_rows)
 
     def welcome(self, member: Member) -> dict[str, Any]:
         """Return the content of a new worker's WELCOME message: the kernels for few rows, and the largest number of
         rows of a request."""
-        found = None if self.describer is None or member.most_rows == inf else self.describer.found
+        found = None if member.most_rows == inf else self._describer.found
         arithmetic = self._arithmetic if found is None else found.arithmetic
         return {"arithmetic": arithmetic, "rows": self._rows.most}
 
@@ -305,19 +308,17 @@ class Cluster(Admission):
     def describe(self, key: str, fields: dict[str, Any]) -> list[Any]:
         """Return the reply to a worker without torch that requests a description of the experts. Empty: the worker must
         ask again later."""
-        why = self._unfit(fields) or self.admitted(key, fields)
+        why = self._unfit(fields) or self._admission.admitted(key, fields)
         found = why or self._without_torch()
         if isinstance(found, str):
             return frames.talk(FrameKind.REFUSED, {"why": found})
-        return [] if found is None or self.describer is None else self.describer.parts
+        return [] if found is None else self._describer.parts
 
     def _without_torch(self) -> LightWorker | str | None:
         """Return the description and limits for workers without torch, or the reason why such workers cannot be used.
         None if this is not known yet."""
-        if self.describer is None:
-            return "it has no torch, which workers of this coordinator need"
-        self.describer.begin()
-        return self.describer.found or self.describer.why or None
+        self._describer.begin()
+        return self._describer.found or self._describer.why or None
 
     def proof(self, member: Member) -> Sequence[Proof]:
         """Return the proofs for a member: requests whose correct results are known. All members get the same proofs,
@@ -326,12 +327,7 @@ class Cluster(Admission):
 
     def doubt(self, member: Member, why: str) -> None:
         """Exclude a member permanently, and warn the user."""
-        with self._lock:
-            with suppress(ClusterError):
-                self.coordinator = replace(read_coordinator(self.coordinator.name), address=self.coordinator.address)
-            self.coordinator = self.coordinator.without_worker(member.key)
-            with suppress(OSError):
-                store_coordinator(self.coordinator)
+        self._admission.exclude(member.key)
         done = member.done
         self.doubts.append(
             f"worker {member.name} {why}, and is no longer admitted. It computed {done.experts} experts, of which "

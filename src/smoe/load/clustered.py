@@ -30,7 +30,8 @@ from smoe.runtime.arrivals import Arrivals
 from smoe.runtime.running_ahead import DraftRouting
 
 if TYPE_CHECKING:
-    from smoe.cluster.remote import Cluster
+    from smoe.cluster.admission import Admission
+    from smoe.cluster.remote import Cluster, Services
 
 
 def experts_alone(
@@ -108,12 +109,11 @@ def cluster_of(
 
     Raises `ClusterError` if the cluster is unknown, if its address is in use, or if too few workers joined in time.
     """
+    from smoe.cluster.admission import Admission
     from smoe.cluster.frames import RowFormat
     from smoe.cluster.identity import read_coordinator
     from smoe.cluster.remote import Cluster
 
-    assert config.cluster is not None
-    coordinator = read_coordinator(config.cluster)
     store = arrivals.stores[EXACT]
     math = _movable_math(model, spec, config, store)
     own = [each for each in asked.demand.all_classes if each.form == EXACT]
@@ -122,26 +122,32 @@ def cluster_of(
     slot_bytes = max(store.slot_bytes.values())
     method = config.placement or "finish"
     staging = sum(pool.staging_slots for pool in arrivals.table.pools)
-    cluster = Cluster(
-        coordinator,
-        alone,
-        RowFormat(alone.hidden, spec.dtype.torch, _most_rows(spec, config)),
-        same,
-        method,
-        config.balance_order,
-        Here(
-            lambda: slot_bytes * asked.seconds_per_byte(),
-            lambda: arrivals.counters.kept_share,
-            arrivals.table.is_at_hand,
-            max(1, staging - 1),
-        ),
-        config.draft_extra or 0,
-        config.cluster_verify,
-    )
-    _furnish(cluster, spec, asked, math, arithmetic, alone.threads)
+    assert config.cluster is not None
+    admission = Admission(read_coordinator(config.cluster))
+    try:
+        cluster = Cluster(
+            admission,
+            _services(admission, spec, asked, math, arithmetic, alone.threads),
+            alone,
+            arithmetic,
+            units,
+            RowFormat(alone.hidden, spec.dtype.torch, _most_rows(spec, config)),
+            same,
+            method,
+            config.balance_order,
+            Here(
+                lambda: slot_bytes * asked.seconds_per_byte(),
+                lambda: arrivals.counters.kept_share,
+                arrivals.table.is_at_hand,
+                max(1, staging - 1),
+            ),
+            config.draft_extra or 0,
+            config.cluster_verify,
+        )
+    except BaseException:
+        alone.close()
+        raise
     made.callback(cluster.close)
-    cluster.units.update(units)
-    cluster.open(arithmetic)
     _wait_for_workers(cluster, config)
     return cluster
 
@@ -162,21 +168,29 @@ def _movable_math(
     return math
 
 
-def _furnish(
-    cluster: Cluster, spec: ModelSpec, asked: ClusterInputs, math: dict[int, ExpertMath], arithmetic: str, threads: int
-) -> None:
-    """Prepare the data that the coordinator sends to workers (a WELCOME message and files), and the connection to the
-    machine of the draft model."""
+def _services(
+    admission: Admission,
+    spec: ModelSpec,
+    asked: ClusterInputs,
+    math: dict[int, ExpertMath],
+    arithmetic: str,
+    threads: int,
+) -> Services:
+    """Return what the coordinator does for other machines besides sending requests. `threads`: the number of threads
+    that compute the coordinator's own experts."""
     from smoe.cluster.describing import Describer
     from smoe.cluster.draft_session import Seat
     from smoe.cluster.following import Following
+    from smoe.cluster.remote import Services
     from smoe.cluster.sending import Courier
     from smoe.load.describe import describe
 
-    cluster.describer = Describer(lambda: describe(asked.weights, asked.stored, math, arithmetic, threads))
     ahead = None if asked.draft is None else asked.draft.ahead
-    cluster.seat = Seat(ahead if isinstance(ahead, Following) else None, {"weights": asked.weights}, cluster)
-    cluster.courier = Courier(asked.files, spec.precision, cluster.admitted)
+    return Services(
+        Describer(lambda: describe(asked.weights, asked.stored, math, arithmetic, threads)),
+        Courier(asked.files, spec.precision, admission.admitted),
+        Seat(ahead if isinstance(ahead, Following) else None, {"weights": asked.weights}, admission),
+    )
 
 
 def _wait_for_workers(cluster: Cluster, config: EngineConfig) -> None:

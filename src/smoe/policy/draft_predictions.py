@@ -43,8 +43,7 @@ class DraftPredictions:
     def __init__(self) -> None:
         self.asked: TokenStep | None = None
         """The step that the model decodes now; None if no predictions are needed."""
-        self.listener: Listener | None = None
-        """The object that receives every prediction as soon as it is made."""
+        self._listener: Listener | None = None
         self._predicted: dict[TokenStep, dict[int, Expected]] = {}
         """Predictions by step and layer."""
 
@@ -52,12 +51,21 @@ class DraftPredictions:
         """Return whether there are predictions of this step, because the draft model has started it."""
         return step in self._predicted
 
+    def tell(self, listener: Listener | None) -> None:
+        """Pass every prediction to `listener` from now on, as soon as it is made; None: to no object."""
+        self._listener = listener
+
+    def rename_text(self, text: Any) -> None:
+        """Record that the text which the model decodes now has the identifier `text`."""
+        if self.asked is not None:
+            self.asked = self.asked._replace(text=text)
+
     def ask(self, step: TokenStep) -> None:
         """Record the step that the model decodes now. If the draft model has not started it, earlier predictions are
         withdrawn."""
         self.asked = step
-        if step not in self._predicted and self.listener is not None:
-            self.listener.withdraw(step.position)
+        if step not in self._predicted and self._listener is not None:
+            self._listener.withdraw(step.position)
 
     def pause(self) -> None:
         """Drop all predictions, because the model computes something that the draft model does not follow, such as a
@@ -83,8 +91,8 @@ class DraftPredictions:
         if predicted is None:
             return False
         predicted[expected.layer] = expected
-        if is_wanted and self.listener is not None:
-            self.listener.expect(step.position, Prediction(expected.layer, expected.experts))
+        if is_wanted and self._listener is not None:
+            self._listener.expect(step.position, Prediction(expected.layer, expected.experts))
         return is_wanted
 
     def wants(self, step: TokenStep) -> bool:
@@ -103,8 +111,8 @@ class DraftPredictions:
     def forget(self) -> None:
         """Drop all predictions, because the draft model is no longer available."""
         self._predicted.clear()
-        if self.asked is not None and self.listener is not None:
-            self.listener.withdraw(self.asked.position)
+        if self.asked is not None and self._listener is not None:
+            self._listener.withdraw(self.asked.position)
 
     def _is_after(self, step: TokenStep, asked: TokenStep) -> bool:
         return step.position == asked.position + 1 and step.text == asked.text

@@ -58,7 +58,7 @@ class RunningAhead:
 
     def tell(self, listener: Listener) -> None:
         """Make `listener` receive every prediction as soon as it is made."""
-        self._draft_predictions.listener = listener
+        self._draft_predictions.tell(listener)
 
     def begin(self, token: int, cache: RowCache) -> None:
         """Start to decode `token` with the draft model. It follows the tokens in the model's `cache`."""
@@ -94,7 +94,7 @@ class RunningAhead:
         """End the thread and the draft model's engine. Repeated calls have no effect."""
         with self._changed:
             self._is_ending = True
-            self._draft_predictions.listener = None
+            self._draft_predictions.tell(None)
             self._cancel_unless(None)
             self._changed.notify_all()
         if self._thread is not None:
