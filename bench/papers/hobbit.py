@@ -18,6 +18,7 @@ from smoe.machine.processor import usable_cores
 from smoe.memory.emulation import read_profile
 from smoe.policy.eviction.base import EvictionSettings
 from smoe.policy.importance import Thresholds, least_unimportance
+from smoe.policy.prediction import Grading
 from smoe.policy.registry import make_eviction_for
 from smoe.policy.residency import PoolSize
 from smoe.policy.step import EXACT_SWITCHES, Switches
@@ -146,7 +147,7 @@ def _simulated(
     eviction = make_eviction_for(wanted, sizes, dict.fromkeys(range(model.layers), model.experts))
     predictor = Foresight(trace, RECALL[run.depth], depth=run.depth) if run.depth else None
     if predictor is not None and run.dynamic:
-        predictor.thresholds = switches.thresholds
+        predictor.grade_by(Grading(thresholds=switches.thresholds))
     timed = replay_on_clock(
         trace,
         slots,

@@ -15,7 +15,7 @@ from bench.papers.claims import Cell, Claim, Reproduction, Setting, span
 from bench.papers.geometry import DEEPSEEK_16B, QWEN2_57B, XVERSE, Geometry, step_times
 from smoe.machine.processor import usable_cores
 from smoe.memory.emulation import read_profile
-from smoe.policy.prediction import Moment
+from smoe.policy.prediction import Grading, Moment
 from smoe.policy.registry import make_eviction
 from smoe.policy.step import EXACT_SWITCHES
 from smoe.routing import Phase, Routing, last_rows
@@ -144,7 +144,7 @@ def _simulated(machine: TestbedMachine, where: str, name: str, run: _SystemRun, 
     asked = Moment.RESIDENTS_DONE if run.alpha else Moment.ROUTED
     predictor = Foresight(trace, RECALL, asked) if run.prefetches else None
     if predictor is not None:
-        predictor.alpha = run.alpha
+        predictor.grade_by(Grading(run.alpha))
     timed = replay_on_clock(
         trace,
         machine.slots,

@@ -227,7 +227,7 @@ def test_engine_and_simulator_hear_and_say_the_same(
     trace = Trace(recorded).routings()
     layers = tuple(RoutedLayer(each.layer, each.experts, each.top_k) for each in Trace(recorded).header.layers)
     again = fitted.predictor() if name in fitted_names() else PreviousToken(layers)
-    again.asked = ASKED[asked]
+    again.ask_at(ASKED[asked])
     simulator = Listening(again, monkeypatch)
     slots = model.offload.ledger.cache_slots
     timed = replay_on_clock(trace, slots, 2, LRU(), StepTimes(1.0, float, float), predictor=again)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from smoe.memory.movers import HostMover, SlotMover
 from smoe.models.scoring import in_order
 from smoe.policy.importance import Thresholds
-from smoe.policy.prediction import Prediction, Sight
+from smoe.policy.prediction import Grading, Prediction, Sight
 from smoe.policy.trial import LookAheadTrial
 from smoe.prediction.next_gate import NextGate
 from smoe.routing import Phase
@@ -50,10 +50,12 @@ def test_rows_of_a_batch_are_ranked_together(toy: Callable[..., Path], open_mode
     logits = torch.zeros(3, zoo.EXPERTS)
     index = torch.tensor([[0, 7], [2, 6], [7, 1]])
     weights = torch.tensor([[0.2, 0.8], [0.5, 0.5], [0.9, 0.1]])
-    assert gate.named(1, (logits, weights, index)).experts == [7, 2, 6, 0, 1]
-    assert gate.named(1, (index, weights, logits)).experts == [7, 2, 6, 0, 1], "granitemoe's order"
-    assert gate.named(1, (logits, weights, index), [0, 1]).experts == [7, 2, 6, 0], "the third row belongs to nobody"
-    assert gate.named(1, (logits, weights[:1].flip(1), index[:1].flip(1))).experts == [7, 0]
+    assert gate.named(1, (logits, weights, index), Grading()).experts == [7, 2, 6, 0, 1]
+    assert gate.named(1, (index, weights, logits), Grading()).experts == [7, 2, 6, 0, 1], "granitemoe's order"
+    assert gate.named(1, (logits, weights, index), Grading(), [0, 1]).experts == [7, 2, 6, 0], (
+        "the third row belongs to nobody"
+    )
+    assert gate.named(1, (logits, weights[:1].flip(1), index[:1].flip(1)), Grading()).experts == [7, 0]
 
 
 def test_an_expert_is_guessed_in_the_format_that_its_importance_asks_for(
@@ -61,13 +63,13 @@ def test_an_expert_is_guessed_in_the_format_that_its_importance_asks_for(
 ) -> None:
     """Unimportance by hand: 0, .5, .8 and .95 in the first row; what another row needs more is neither."""
     gate = next_gate_of(open_model(toy("mixtral"), "half", prefetch="next-gate"))
-    gate.thresholds = Thresholds(0.6, 0.9)
+    grading = Grading(thresholds=Thresholds(0.6, 0.9))
     index = torch.tensor([[3, 0, 5, 6], [5, 1, 0, 2]])
     weights = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.7, 0.25, 0.03, 0.02]])
     logits = torch.zeros(2, zoo.EXPERTS)
 
     def guessed(weights: torch.Tensor, rows: list[int] | None) -> tuple[list[int], set[int]]:
-        found = gate.named(1, (logits, weights, index), rows)
+        found = gate.named(1, (logits, weights, index), grading, rows)
         return list(found.experts), set(found.low) & set(found.experts)
 
     assert guessed(weights, [0]) == ([3, 0, 5], {5})

@@ -19,7 +19,7 @@ from smoe.expert import ExpertKey
 from smoe.memory.movers import SlotMover
 from smoe.models.scoring import answer_of
 from smoe.policy.plan import Load
-from smoe.policy.prediction import Sight
+from smoe.policy.prediction import Grading, Sight
 from smoe.policy.registry import PREDICTORS, PREFETCH
 from smoe.prediction.next_gate import NextGate
 from smoe.prediction.stacked_gates import StackedGates
@@ -80,7 +80,7 @@ def test_the_next_layer_is_guessed_as_by_the_next_gate(
     """The rule gives the router's own choice, in its order; with an alpha the top-score ones of it alone."""
     model = open_model(toy(family), "half", prefetch="stacked-gates", max_sequences=3, **switches)
     stacked, gate = stacked_of(model), model.offload.executor.prefetching.predictors[Phase.PREFILL]
-    assert isinstance(gate, NextGate) and gate.alpha == stacked.alpha == switches.get("alpha", 0.0)
+    assert isinstance(gate, NextGate) and gate.grading.alpha == stacked.grading.alpha == switches.get("alpha", 0.0)
     for rows, layer in itertools.product((1, 3), zoo.sparse_layers(model)[:-1]):
         sight = Sight(layer, some_hidden(model, rows))
         assert list(stacked.predict(sight))[:1] == list(gate.predict(sight)) != []
@@ -91,7 +91,7 @@ def test_alpha_counts_in_every_layer(toy: Toy, open_model: Open) -> None:
     model = open_model(toy("mixtral"), "half", prefetch="stacked-gates", prefetch_depth=3, alpha=0.9)
     stacked, hidden = stacked_of(model), some_hidden(model, 1)
     few = {named.layer: len(named.experts) for named in stacked.predict(Sight(0, hidden))}
-    stacked.alpha = 0.0
+    stacked.grade_by(Grading())
     assert {named.layer: len(named.experts) for named in stacked.predict(Sight(0, hidden))} == {1: 2, 2: 2, 3: 2}
     assert few.keys() == {1, 2, 3} and sum(few.values()) < 6
 

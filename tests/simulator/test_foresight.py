@@ -10,7 +10,7 @@ from statistics import mean
 
 import pytest
 
-from smoe.policy.prediction import Sight
+from smoe.policy.prediction import Grading, Sight
 from smoe.routing import Phase, Routing
 from smoe.simulator.foresight import Foresight, blurred
 from smoe.simulator.synthetic import DrawnShape, synthesise
@@ -21,7 +21,7 @@ TRACE = synthesise(DrawnShape(experts=32, top_k=4, layers=6, steps=40, prompt_to
 def named(recall: float, errs_nearby: bool, alpha: float = 0.0) -> list[tuple[Routing, list[int]]]:
     """Each routing of a decode step that something was named for, and what."""
     predictor, found = Foresight(TRACE, recall, guesses=blurred(TRACE, recall) if errs_nearby else None), []
-    predictor.alpha = alpha
+    predictor.grade_by(Grading(alpha))
     for routing in TRACE:
         predictor.observe(routing)
         if routing.phase is Phase.DECODE:

@@ -13,7 +13,7 @@ import pytest
 from smoe.policy.answering import Answering
 from smoe.policy.importance import Thresholds
 from smoe.policy.plan_progress import carry_out
-from smoe.policy.prediction import Moment, Sight
+from smoe.policy.prediction import Grading, Moment, Sight
 from smoe.policy.prices import LayerPrices, PriceTable
 from smoe.policy.quality_budget import QualityBudget, TimeBudget
 from smoe.policy.registry import ONLINE_EVICTION, make_eviction
@@ -152,7 +152,7 @@ def test_with_an_alpha_top_score_experts_are_foreseen() -> None:
     trace = [Routing(0, Phase.DECODE, 5, [[1, 2, 3]], [[0.0] * 5]), coming]
     for alpha, expected in ((0.0, [0, 2, 4]), (0.3, [0, 2]), (1.0, [0])):
         predictor = Foresight(trace)
-        predictor.alpha = alpha
+        predictor.grade_by(Grading(alpha))
         predictor.observe(trace[0])
         (prediction,) = predictor.predict(Sight(0, None))
         assert list(prediction.experts) == expected

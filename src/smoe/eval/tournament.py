@@ -250,7 +250,7 @@ def hold(
     found = []
     if "eviction" in kinds:
         entrants = [_evict(engine, listener, settings, times) for settings in evictions.values()]
-        turns = _Turns(model, ids, tick, lambda name: _by_eviction(engine, evictions[name]))
+        turns = _Turns(model, ids, tick, lambda name: engine.use_eviction(evictions[name]))
         found.append(_finish("eviction", "auto", "auto", entrants, absent, turns))
     if "prefetch" in kinds:
         serves = usual = serving_prefetch(model, spec)
@@ -320,11 +320,6 @@ def hits(trace: Sequence[Routing], predictions: Sequence[Sequence[Prediction]]) 
 
 def _by_predictor(engine: Engine, predictors: Mapping[str, Predictor], name: str) -> None:
     engine.executor.guess_by(predictors.get(name))
-    engine.executor.reset(engine.fresh_eviction())
-
-
-def _by_eviction(engine: Engine, settings: EvictionSettings) -> None:
-    engine.config, engine.eviction_settings = replace(engine.config, eviction=settings.name), settings
     engine.executor.reset(engine.fresh_eviction())
 
 

@@ -32,26 +32,38 @@ Layer = Callable[[torch.Tensor, Any, int], torch.Tensor]
 """A function (hidden states [1, 1, H], position embeddings, layer number) -> [1, 1, H]."""
 
 
-def speed_up(model: PreTrainedModel, layers: Mapping[nn.Module, OneToken]) -> TokenPass | None:
-    """Replace a model's forward function, for one token, if our function reproduces its bits. Return our function, or
-    None if it was not replaced.
+ResidentLayers = Callable[[], Sequence[RowExperts] | None]
+"""A function that returns, for each layer, a function that replaces its mlp for one token. None if the mlp must run."""
 
-    `layers`: the decoder layers with a forward function of ours.
+
+def none_resident() -> None:
+    return None
+
+
+def speed_up(
+    model: PreTrainedModel, layers: Mapping[nn.Module, OneToken], resident_layers: ResidentLayers = none_resident
+) -> bool:
+    """Replace a model's forward function, for one token, if our function reproduces its bits. Return whether it was
+    replaced.
+
+    `layers`: the decoder layers with a forward function of ours. `resident_layers` is called before each token if all
+    layers may skip their mlp.
     """
     text = next((module for module in model.modules() if _is_text(module, layers)), None)
     head = model.get_output_embeddings()
     if text is None or head is None or not layers:
-        return None
-    ours = TokenPass(model, text, head, [layers[layer] for layer in text.layers])  # type: ignore[union-attr]
+        return False
+    own = [layers[layer] for layer in text.layers]  # type: ignore[union-attr]
+    ours = TokenPass(model, text, head, own, resident_layers)
     if not ours.is_proven():
-        return None
+        return False
 
     @functools.wraps(ours.library)
     def forward(*args: Any, **kwargs: Any) -> Any:
         return ours.forward(*args, **kwargs)
 
     model.forward = forward  # type: ignore[method-assign]
-    return ours
+    return True
 
 
 def _is_text(module: nn.Module, layers: Mapping[nn.Module, OneToken]) -> bool:
@@ -68,7 +80,14 @@ class TokenPass:
     """The forward function of a model. Our kernels compute one token; transformers' function computes every other
     call."""
 
-    def __init__(self, model: PreTrainedModel, text: nn.Module, head: nn.Module, layers: Sequence[OneToken]) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        text: nn.Module,
+        head: nn.Module,
+        layers: Sequence[OneToken],
+        resident_layers: ResidentLayers,
+    ) -> None:
         self.library: Callable[..., Any] = model.forward
         self._model, self._text, self._head, self._layers = model, text, head, list(layers)
         self._modules = dict(text.named_children())
@@ -78,14 +97,7 @@ class TokenPass:
         ]
         self._hooks = hooks_of([text, *text.layers])  # type: ignore[misc]
         self._output: Callable[..., Any] = dict
-        self.resident_experts: Callable[[], Sequence[RowExperts] | None] = lambda: None
-        """Called before each token if all layers may skip their mlp. Returns a function for each layer that replaces
-        its mlp, or None."""
-
-    @property
-    def layers(self) -> Sequence[OneToken]:
-        """The forward functions of the decoder layers, in order."""
-        return self._layers
+        self._resident_layers = resident_layers
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output as transformers' forward function does."""
@@ -125,7 +137,7 @@ class TokenPass:
         places = [layer.place_in(cache) if layer.is_untouched() else None for layer in self._layers]
         if None in places:
             return None
-        experts = self.resident_experts() if all(layer.may_skip_block() for layer in self._layers) else None
+        experts = self._resident_layers() if all(layer.may_skip_block() for layer in self._layers) else None
 
         def through(hidden: torch.Tensor, embeddings: Any, index: int) -> torch.Tensor:
             own = None if experts is None else experts[index]

@@ -13,6 +13,7 @@ from smoe.compute.unit import ComputeUnit, Sharer
 from smoe.config import EngineConfig
 from smoe.errors import BudgetError, ConfigError
 from smoe.expert import EXACT
+from smoe.fastpath import token_pass
 from smoe.fastpath.attention import listen_to
 from smoe.fastpath.rows_of_pass import RowsOfPass
 from smoe.load.calibration import calibrate
@@ -50,7 +51,7 @@ from smoe.runtime.offloaded_model import OffloadedModel
 from smoe.runtime.paced import PacedCompute, PacedExecutor
 from smoe.runtime.passes import Passes
 from smoe.runtime.reserve import Reserve
-from smoe.runtime.resident import pass_resident_experts
+from smoe.runtime.resident import resident_experts
 from smoe.runtime.running_ahead import DraftRouting
 from smoe.runtime.seam import attach
 from smoe.runtime.substitution import substitution_of
@@ -96,9 +97,8 @@ def _build(resolved: Resolved, divided: Divided, parts: Parts, made: ExitStack) 
     answerer = _answerer(config, divided.prices, resolved.stores, rate, balancer)
     executor = _executor(divided, parts, arrivals, answerer, balancer, others)
     engine = _engine(resolved, divided, parts, executor)
+    _speed_up_tokens(parts, engine)
     _put_behind(parts.model, divided.spec, engine, parts.predictors, others)
-    if parts.arithmetic.token_pass is not None and _fits_whole(config, divided.ledger, pacing):
-        pass_resident_experts(parts.arithmetic.token_pass, engine)
     _start(parts.model, engine, parts.tiers.link, pacing)
 
 
@@ -191,6 +191,15 @@ def _others(
     )
     arithmetic = parts.arithmetic.experts.arithmetic
     return cluster_of(parts.model, spec, config, arrivals, arithmetic, _units(parts), asked, made)
+
+
+def _speed_up_tokens(parts: Parts, engine: Engine) -> None:
+    """Make our kernels compute single tokens through the whole model, if they can. If all experts fit into the slots,
+    such tokens need no plans."""
+    layers, residents = parts.arithmetic.layers, None
+    if _fits_whole(engine.config, engine.ledger, parts.pacing):
+        residents = resident_experts(engine, list(layers.values()))
+    token_pass.speed_up(parts.model, layers, token_pass.none_resident if residents is None else residents.layers)
 
 
 def _put_behind(

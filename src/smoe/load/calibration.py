@@ -23,20 +23,19 @@ _PARALLEL_SLOWDOWN = 1.3
 def calibrate(model: PreTrainedModel, emulation: Emulation, link: Link) -> None:
     """Run a few tokens in real time, and set the dilation of the emulated device from the measured times."""
     engine: Engine = model.offload  # type: ignore[assignment]
-    emulation.is_paced = False
-    _run(model, engine, 2)  # in the second run experts come from the host tier, as in use
-    before = engine.stats()
-    _run(model, engine, _STEPS)
-    counts = engine.stats() - before
-    layers = counts.forward_passes * len(engine.store.layers)
-    expert = counts.compute_seconds / max(1, counts.decode_uses)
-    emulation.choose_dilation(
-        copy=_copy_seconds(engine.slot_memory, engine.ledger.demand.slot_bytes),
-        expert=expert,
-        host=_host_seconds(model, engine, expert),
-        layer=counts.dense_seconds / max(1, layers),
-    )
-    emulation.is_paced = True
+    with emulation.in_real_time():
+        _run(model, engine, 2)  # in the second run experts come from the host tier, as in use
+        before = engine.stats()
+        _run(model, engine, _STEPS)
+        counts = engine.stats() - before
+        layers = counts.forward_passes * len(engine.store.layers)
+        expert = counts.compute_seconds / max(1, counts.decode_uses)
+        emulation.choose_dilation(
+            copy=_copy_seconds(engine.slot_memory, engine.ledger.demand.slot_bytes),
+            expert=expert,
+            host=_host_seconds(model, engine, expert),
+            layer=counts.dense_seconds / max(1, layers),
+        )
     for _ in link.measured():
         pass  # discard measurements at another speed
 

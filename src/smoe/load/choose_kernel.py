@@ -10,11 +10,13 @@ sums (grade E1), if they are at least a tenth faster and as accurate as torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from time import perf_counter
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from smoe.bounds import INT8
@@ -23,8 +25,8 @@ from smoe.compute.experts import Experts, Place
 from smoe.compute.thread_pool import ThreadPool
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
-from smoe.fastpath import attention, decoder_layer, linear, norm, router, token_pass
-from smoe.fastpath.token_pass import TokenPass
+from smoe.fastpath import attention, decoder_layer, linear, norm, router
+from smoe.fastpath.decoder_layer import OneToken
 from smoe.kernels.experts import TokenExperts
 from smoe.kernels.isa import widest
 from smoe.kernels.spinning_pool import OWN_ORDER_GAIN, SpinningPool, is_supported
@@ -52,8 +54,8 @@ class ChosenArithmetic(NamedTuple):
     """Whether torch has almost nothing left to compute for one token."""
     leaves_little_of_prompts: bool = False
     """Whether torch has almost nothing left to compute for a prompt either."""
-    token_pass: TokenPass | None = None
-    """Our forward function of the whole model for one token; None if transformers' is used."""
+    layers: Mapping[nn.Module, OneToken] = {}
+    """The decoder layers that our kernels compute for one token."""
 
 
 def choose_arithmetic(
@@ -121,8 +123,7 @@ def _with_the_rest(
     attentions = model.config.get_text_config().num_hidden_layers
     leaves_little = settled == attentions and adopted.share > _NEARLY_ALL
     has_prompts = prompts == attentions and adopted.quantized_share > _NEARLY_ALL and experts.activations == INT8
-    whole_token = token_pass.speed_up(model, layers)
-    return ChosenArithmetic(experts, leaves_little, leaves_little and has_prompts, whole_token)
+    return ChosenArithmetic(experts, leaves_little, leaves_little and has_prompts, layers)
 
 
 def _may_round(config: EngineConfig, experts: Experts, store: ExpertStore) -> bool:

@@ -177,7 +177,7 @@ def _predictors(
     found: dict[Phase, Predictor] = {Phase.PREFILL: subject.next_gate}
     decode = predictor_kind(predictor_name(spec, config, device)).make(subject)
     if decode is not None and config.prefetch_asked is not None:
-        decode.asked = ASKED[config.prefetch_asked]
+        decode.ask_at(ASKED[config.prefetch_asked])
     return found if decode is None else found | {Phase.DECODE: decode}
 
 

@@ -122,7 +122,6 @@ class Emulation(Pacing):
         self.scale = self.expert_bytes / expert_bytes
         """How many emulated bytes one byte of a real expert represents."""
         self.is_paced = True
-        """False while the real machine is measured; then nothing waits for the profile's times."""
         self.late_seconds = 0.0
         """The sum of the times, in reported seconds, by which work ended later than in the profile."""
         self._layer_began = time.perf_counter()
@@ -140,6 +139,15 @@ class Emulation(Pacing):
 
     def _now(self) -> float:
         return time.perf_counter() / self.dilation
+
+    @contextmanager
+    def in_real_time(self) -> Iterator[None]:
+        """Measure the real machine during the `with` block: nothing waits for the profile's times."""
+        self.is_paced = False
+        try:
+            yield
+        finally:
+            self.is_paced = True
 
     def finish(self, began: float, seconds: float) -> None:
         """Wait until work that began at `began` (on the real clock) has taken `seconds` of the emulated device's

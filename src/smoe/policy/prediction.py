@@ -64,6 +64,22 @@ class Prediction(NamedTuple):
     """Whether the prediction is for the next token, whose layers run after all layers of the current one."""
 
 
+class Grading(NamedTuple):
+    """The thresholds by which the model's layers substitute experts and use low-precision copies. By them a predictor
+    leaves out experts that are not worth a load."""
+
+    alpha: float = 0.0
+    """The substitution threshold."""
+    thresholds: Thresholds = ALL_IMPORTANT
+    """The importance thresholds, below which a low-precision copy of an expert suffices, or no copy is needed."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no expert is substituted, dropped or computed in low precision, so that every expert that will be
+        chosen is worth a load."""
+        return self.alpha == 0 and self.thresholds == ALL_IMPORTANT
+
+
 class Listener(Protocol):
     """An object that receives predictions as soon as they are made, on any thread."""
 
@@ -122,11 +138,7 @@ class PredictorKind:
 class Predictor(PredictorKind, ABC):
     """A predictor of later layers' experts. It must not change the model's outputs."""
 
-    alpha: float = 0.0
-    """The substitution threshold of the model's layers. A predictor may leave out experts that would be substituted."""
-    thresholds: Thresholds = ALL_IMPORTANT
-    """The importance thresholds of the model's layers, by which a predictor says that a low-precision copy of an expert
-    suffices."""
+    grading: Grading = Grading()
     helpers: Sequence[Any] = ()
     """The predictor's threads, which are closed with the engine. They must not refer to the engine or its model."""
 
@@ -135,9 +147,13 @@ class Predictor(PredictorKind, ABC):
         """Whether the predictor processes the routers' choices or inputs."""
         return (type(self).observe, type(self).observe_input) != (Predictor.observe, Predictor.observe_input)
 
-    def grade_by(self, alpha: float, thresholds: Thresholds) -> None:
-        """Decide by these importance thresholds from now on."""
-        self.alpha, self.thresholds = alpha, thresholds
+    def grade_by(self, grading: Grading) -> None:
+        """Decide by these thresholds from now on."""
+        self.grading = grading
+
+    def ask_at(self, moment: Moment) -> None:
+        """Let the engine run the predictor at this time within a layer, from now on."""
+        self.asked = moment
 
     def install(self) -> None:
         """Add hooks to the model. The engine calls this after it has replaced the model's experts."""

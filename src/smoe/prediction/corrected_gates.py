@@ -58,7 +58,6 @@ class CorrectedGates(Predictor):
         previous.copy_(last)
 
     def predict(self, sight: Sight) -> Iterable[Prediction]:
-        self._ranking.serve_with(self)
         hidden = sight.hidden.detach()
         return (self._named(sight.layer, after, hidden, sight.rows) for after in self._following[sight.layer])
 
@@ -76,7 +75,7 @@ class CorrectedGates(Predictor):
     def _named(self, layer: int, after: int, hidden: torch.Tensor, rows: Sequence[int] | None) -> Prediction:
         """Return the experts of layer `after` that are needed with a probability of at least `WORTH`, best first."""
         logits = self.logits(layer, after, hidden, rows)
-        named = self._ranking.named(after, logits)
+        named = self._ranking.named(after, logits, self.grading)
         wanted = self._corrections[layer, after].probabilities(self._ranking.margins(after, logits))
         by_any = (wanted[0] if len(wanted) == 1 else 1 - (1 - wanted).prod(dim=0)).tolist()  # needed by any row
         return named._replace(experts=[expert for expert in named.experts if by_any[expert] >= WORTH])

@@ -65,16 +65,15 @@ class LookAhead(Predictor):
             station.install()
 
     def predict(self, sight: Sight) -> Sequence[Prediction]:
-        self._next_gate.alpha, self._next_gate.thresholds = self.alpha, self.thresholds
         here, there = self._stations.get(sight.layer), self._stations.get(sight.layer + 1)
         if sight.partial is None or here is None or there is None or not here.is_proven:
-            return self._next_gate.predict(sight)
+            return self._next_gate.predict_by(self.grading, sight)
         kwargs = self._kwargs.get(there.kind)
         if there.number != here.number + 1 or kwargs is None or not _is_rewritable(kwargs) or _has_any_global_hook():
-            return self._next_gate.predict(sight)
+            return self._next_gate.predict_by(self.grading, sight)
         self.peeks += 1
         output = there.peek(here.output_of(sight.partial), kwargs)
-        return (self._next_gate.named(there.layer, output, sight.rows),)
+        return (self._next_gate.named(there.layer, output, self.grading, sight.rows),)
 
     def _let_go(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Delete the stored arguments of the decoder layers at the end of a pass, so that the pass's KV cache can be

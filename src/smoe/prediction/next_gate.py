@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from smoe.models.outline import ExpertsSite
 from smoe.models.scoring import ScoringRule, in_order
 from smoe.policy.importance import ALL_IMPORTANT, graded, scaled
-from smoe.policy.prediction import Prediction, Predictor, Sight
+from smoe.policy.prediction import Grading, Prediction, Predictor, Sight
 from smoe.prediction.without_hooks import without_hooks
 from smoe.routing import Phase, Routing
 
@@ -47,6 +47,10 @@ class NextGate(Predictor):
         self._what = what
 
     def predict(self, sight: Sight) -> Sequence[Prediction]:
+        return self.predict_by(self.grading, sight)
+
+    def predict_by(self, grading: Grading, sight: Sight) -> Sequence[Prediction]:
+        """Return the predictions for one layer by these thresholds."""
         after, hidden = self._following.get(sight.layer), sight.hidden
         if after is None or _has_any_global_hook():
             return ()
@@ -55,15 +59,11 @@ class NextGate(Predictor):
             return (Prediction(after, range(experts)),) if hidden.shape[0] >= experts else ()
         with without_hooks(self._parts[after]):
             output = router(hidden)
-        return (self.named(after, output, sight.rows),)
+        return (self.named(after, output, grading, sight.rows),)
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether the model runs without substitution and low-precision copies, so that every expert that will be
-        chosen is worth a load."""
-        return self.alpha == 0 and self.thresholds == ALL_IMPORTANT
-
-    def named(self, layer: int, output: tuple[Any, ...], rows: Sequence[int] | None = None) -> Prediction:
+    def named(
+        self, layer: int, output: tuple[Any, ...], grading: Grading, rows: Sequence[int] | None = None
+    ) -> Prediction:
         """Return the experts of a layer that are worth a load, best first, computed from its router's `output`. `rows`:
         the rows to consider; None: all.
 
@@ -77,24 +77,25 @@ class NextGate(Predictor):
             output = tuple(value[list(rows)] if isinstance(value, torch.Tensor) else value for value in output)
         index = _chosen(output)
         weights = _weights(output, index)
-        is_selective = self.alpha > 0 and self._what == "top-score"
+        is_selective = grading.alpha > 0 and self._what == "top-score"
         if is_selective and index.shape[1] < self._experts[layer]:
-            best = self._top_score(self._rules[layer], in_order(output)[0], index)
+            best = _top_score(self._rules[layer], in_order(output)[0], index, grading.alpha)
         else:
             best = _best_first(index, weights)
-        if self.thresholds == ALL_IMPORTANT or not weights.is_floating_point():
+        if grading.thresholds == ALL_IMPORTANT or not weights.is_floating_point():
             return Prediction(layer, best)
         routing = Routing(layer, Phase.DECODE, self._experts[layer], index.tolist(), weights=scaled(weights.tolist()))
-        graded_routing, skip = graded(routing, self.thresholds)
+        graded_routing, skip = graded(routing, grading.thresholds)
         return Prediction(layer, [expert for expert in best if expert not in skip], graded_routing.low)
 
-    def _top_score(self, rule: ScoringRule, logits: torch.Tensor, index: torch.Tensor) -> list[int]:
-        """Return the experts that are top-score for any token, highest score first."""
-        choice = rule.choice(rule.scores(logits))
-        bound = choice.topk(index.shape[1] + 1, dim=-1).values[:, -1:]
-        scores = choice.gather(-1, index)
-        is_above = scores >= (1 + self.alpha) * bound
-        return _best_first(index[is_above], scores[is_above])
+
+def _top_score(rule: ScoringRule, logits: torch.Tensor, index: torch.Tensor, alpha: float) -> list[int]:
+    """Return the experts that are top-score for any token, highest score first."""
+    choice = rule.choice(rule.scores(logits))
+    bound = choice.topk(index.shape[1] + 1, dim=-1).values[:, -1:]
+    scores = choice.gather(-1, index)
+    is_above = scores >= (1 + alpha) * bound
+    return _best_first(index[is_above], scores[is_above])
 
 
 def _best_first(index: torch.Tensor, scores: torch.Tensor) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from smoe.models.scoring import ScoringRule
-from smoe.policy.prediction import Prediction, Predictor
+from smoe.policy.prediction import Grading, Prediction
 from smoe.prediction.next_gate import NextGate
 
 
@@ -22,20 +22,17 @@ class Ranking:
         self._top_k = top_k
         self._next_gate = next_gate
 
-    def serve_with(self, predictor: Predictor) -> None:
-        """Decide by the substitution threshold and the importance thresholds of `predictor` from now on."""
-        self._next_gate.alpha, self._next_gate.thresholds = predictor.alpha, predictor.thresholds
-
-    def named(self, layer: int, logits: torch.Tensor) -> Prediction:
-        """Return the experts that are worth a load, as if the router of `layer` had computed these logits [T, E]."""
+    def named(self, layer: int, logits: torch.Tensor, grading: Grading) -> Prediction:
+        """Return the experts that are worth a load by these thresholds, as if the router of `layer` had computed these
+        logits [T, E]."""
         rule = self._rules[layer]
         scores = rule.scores(logits)
         index = rule.choice(scores).topk(self._top_k[layer], dim=-1).indices
-        if len(logits) == 1 and self._next_gate.is_exact:  # for one row only the order matters; computing weights
+        if len(logits) == 1 and grading.is_exact:  # for one row only the order matters; computing weights
             weights = scores.gather(-1, index)  # would double the time
         else:
             weights = rule.weights(scores, index, scores.dtype)
-        return self._next_gate.named(layer, (logits, weights, index))
+        return self._next_gate.named(layer, (logits, weights, index), grading)
 
     def margins(self, layer: int, logits: torch.Tensor) -> torch.Tensor:
         """Return [T, E]: how far each expert is from the border between chosen and not chosen, for these logits [T, E]

@@ -54,10 +54,9 @@ class StackedGates(Predictor):
         if not self._following[sight.layer]:
             return ()
         hidden = sight.hidden if sight.rows is None else sight.hidden[list(sight.rows)]
-        self._ranking.serve_with(self)
         logits = self.logits(sight.layer, hidden)
         # a generator, because ranking a layer takes as long as the product, and usually only the nearest is used
-        return (self._ranking.named(layer, of) for layer, of in logits.items())
+        return (self._ranking.named(layer, of, self.grading) for layer, of in logits.items())
 
     def logits(self, layer: int, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
         """Return {layer: logits [T, E]} of the routers after `layer`, the nearest layer first, computed from the router

@@ -24,7 +24,8 @@ from smoe.memory.expert_files import CHUNK_BYTES
 from smoe.models.spec import ModelSpec
 from smoe.policy.answering import Answering
 from smoe.policy.budget import Ledger
-from smoe.policy.prediction import ASKED, Prediction, Predictor
+from smoe.policy.importance import ALL_IMPORTANT
+from smoe.policy.prediction import ASKED, Grading, Prediction, Predictor
 from smoe.policy.prices import PriceTable
 from smoe.policy.quality_budget import QualityBudget, TimeBudget, nats_of_perplexity
 from smoe.policy.registry import make_eviction_for, predictor_kind
@@ -393,9 +394,9 @@ def _predictor(scene: Scene, drawn: Drawn) -> Predictor | None:
     asked = kind.asked if config.prefetch_asked is None else ASKED[config.prefetch_asked]
     recall = kind.usual_recall
     predictor = Foresight(trace, recall, asked, depth=depth, guesses=drawn.guesses(recall))
-    predictor.alpha = config.alpha if config.prefetch_what == "top-score" else 0.0
-    if trace[0].weights is not None:
-        predictor.thresholds = substitution_of(config).switches.thresholds
+    alpha = config.alpha if config.prefetch_what == "top-score" else 0.0
+    has_weights = trace[0].weights is not None
+    predictor.grade_by(Grading(alpha, substitution_of(config).switches.thresholds if has_weights else ALL_IMPORTANT))
     return predictor
 
 

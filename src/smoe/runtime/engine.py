@@ -135,6 +135,13 @@ class Engine:
             self.executor.substitute_by(substitution_of(self.config))
             self.executor.reset(self.fresh_eviction())
 
+    def use_eviction(self, settings: EvictionSettings) -> None:
+        """Evict by another policy, empty the expert cache and set counters to zero."""
+        with self.passes.turn():
+            self.passes.refuse_in_pass("use_eviction")
+            self.config, self.eviction_settings = replace(self.config, eviction=settings.name), settings
+            self.executor.reset(self.fresh_eviction())
+
     def fresh_eviction(self) -> Eviction:
         """Return a new eviction policy of the kind in `eviction_settings`. It has no record of earlier uses."""
         return fresh_eviction(self.eviction_settings, self.ledger, self.store)

@@ -31,7 +31,7 @@ from smoe.policy.eviction.base import Eviction
 from smoe.policy.importance import Thresholds, scaled
 from smoe.policy.plan import DEVICE
 from smoe.policy.plan_prefetch import plan_upgrades
-from smoe.policy.prediction import Prediction, Predictor
+from smoe.policy.prediction import Grading, Prediction, Predictor
 from smoe.policy.residency import SlotTable
 from smoe.policy.step import EXACT_SWITCHES, Decision, decide, layer_shares
 from smoe.policy.substitution import Selection
@@ -122,7 +122,7 @@ class LayerExecutor:
         if self.answerer is not None and self.table.has_low:
             thresholds = _GUESSED
         for predictor in self._all:
-            predictor.grade_by(substitution.switches.alpha, thresholds)
+            predictor.grade_by(Grading(substitution.switches.alpha, thresholds))
 
     def _resolve_by(self, substitution: Substitution, answerer: Answerer | None) -> None:
         """From now on, resolve misses by `answerer` in decode steps, or by `substitution` if `answerer` is None."""

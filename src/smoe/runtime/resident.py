@@ -9,23 +9,26 @@ prefetched.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from smoe.expert import EXACT
-from smoe.fastpath.token_pass import TokenPass
+from smoe.fastpath.decoder_layer import OneToken
 from smoe.kernels.experts import PreparedToken, TokenExperts
 from smoe.kernels.token_router import TokenRouter
 from smoe.runtime.engine import Engine
 from smoe.runtime.execute import LayerExecutor
 
 
-def pass_resident_experts(token_pass: TokenPass, engine: Engine) -> None:
-    """Make decode steps of one token compute experts without a plan, whenever all experts are resident."""
-    routed = {layer.index: layer.routed for layer in token_pass.layers if layer.routed is not None}
-    if len(routed) == len(token_pass.layers) and engine.store.layers.keys() == routed.keys():
-        residents = ResidentExperts(engine, [(layer, of.router) for layer, of in routed.items()])
-        token_pass.resident_experts = residents.layers
+def resident_experts(engine: Engine, layers: Sequence[OneToken]) -> ResidentExperts | None:
+    """Return the experts of all layers, for decode steps of one token that compute experts without a plan. Return None
+    if a router of the decoder `layers` is not part of its layer's kernel call."""
+    routed = {layer.index: layer.routed for layer in layers if layer.routed is not None}
+    if len(routed) < len(layers) or engine.store.layers.keys() != routed.keys():
+        return None
+    return ResidentExperts(engine, [(layer, of.router) for layer, of in sorted(routed.items())])
 
 
 class ResidentExperts:

@@ -36,8 +36,8 @@ class Foresight(Predictor):
 
     With a `recall` below 1, each expert is predicted with this probability; otherwise another expert is predicted in
     its place. The other expert is drawn at random, or given by `guesses`: the predictions for each routing's number, as
-    `blurred` returns them (this requires scores). With `thresholds` below 1 it also predicts importance (requires
-    weights). With an `alpha` above 0 it predicts only top-score experts (requires scores).
+    `blurred` returns them (this requires scores). By thresholds of importance below 1 it also predicts importance
+    (requires weights). With an alpha above 0 it predicts only top-score experts (requires scores).
     """
 
     def __init__(
@@ -75,13 +75,14 @@ class Foresight(Predictor):
 
     def _named(self, coming: Routing, number: int) -> Prediction:
         experts = sorted({expert for row in coming.top_k_index for expert in row} - {coming.experts})
-        if self.alpha > 0:  # an expert that is substituted when missing is not worth a load
+        alpha, thresholds = self.grading
+        if alpha > 0:  # an expert that is substituted when missing is not worth a load
             everybody = range(coming.experts)
-            top = substitute(coming, everybody, self.alpha, share=False, drop=False, under_way=()).top
+            top = substitute(coming, everybody, alpha, share=False, drop=False, under_way=()).top
             experts = [expert for expert in experts if expert in top]
         low, skip = frozenset[int](), frozenset[int]()
-        if self.thresholds != ALL_IMPORTANT:
-            routing, skip = graded(coming, self.thresholds)
+        if thresholds != ALL_IMPORTANT:
+            routing, skip = graded(coming, thresholds)
             low = frozenset(routing.low)
         named: dict[int, bool] = {}
         for expert, guess in self._guesses(experts, coming, number):
