@@ -39,7 +39,7 @@ class SmoeError(Exception):
     """
 
     model: str | None = None
-    """The model that the user gave on the command line; only the command line sets this attribute."""
+    """The model that the user gave on the command line."""
 
     def __init__(
         self, *args: object, setting: str | None = None, given: object = None, allowed: str | None = None
@@ -48,6 +48,10 @@ class SmoeError(Exception):
         self.setting = setting
         self.given = given
         self.allowed = allowed
+
+    def concern(self, model: str | None) -> None:
+        """Record the model that the user gave on the command line."""
+        self.model = model
 
     @property
     def facts(self) -> dict[str, object]:

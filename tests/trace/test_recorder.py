@@ -100,7 +100,7 @@ def test_rows_of_a_batch_and_their_padding(toy: Toy, open_model: Open, tmp_path:
     both = Trace(tmp_path / "both.trace").rows
     for number, ids in enumerate(prompts):
         with recording(model, tmp_path / "one.trace", replace=True) as recorder:
-            recorder.first_sequence = 5
+            recorder.number_from(5)
             model(torch.tensor([ids]))
         alone = Trace(tmp_path / "one.trace").rows
         found = both[(both["sequence"] == number) & (both["top_k_index"][:, 0] != zoo.EXPERTS)]

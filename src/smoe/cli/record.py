@@ -246,7 +246,7 @@ def _read(model: Any, documents: list[list[int]], recorder: Recorder) -> bool:
 
     try:
         for number, ids in enumerate(documents):
-            recorder.first_sequence = number
+            recorder.number_from(number)
             for _ in forced(model, ids, model.offload.new_cache()):
                 pass
     except KeyboardInterrupt:
@@ -261,7 +261,7 @@ def _generate(model: Any, tokenizer: Any, batches: list[Batch], sampling: Sampli
 
     context = model.offload.context_tokens
     for batch in batches:
-        recorder.first_sequence = recorder.sequences
+        recorder.number_from(recorder.sequences)
         room = context - batch.input_ids.shape[1]
         if room < sampling.max_new_tokens:
             warn(

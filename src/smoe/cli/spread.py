@@ -66,7 +66,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
             try:
                 command(**given)
             except SmoeError as error:
-                error.model = given.get("model")
+                error.concern(given.get("model"))
                 raise
 
     spread.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

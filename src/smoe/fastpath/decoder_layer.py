@@ -71,7 +71,7 @@ def speed_up(
             layer.forward = ours.forward  # type: ignore[method-assign]
             found[layer] = ours
     for one, following in itertools.pairwise(found.values()):
-        one.work.following = following.work
+        one.work.fetch_for(following.work)
     return found
 
 
@@ -266,11 +266,11 @@ class OneToken:
         router = None if self.routed is None else self.routed.router
         try:
             if router is not None and not any(self._hooks_before):
-                router.row_at = normed.data_ptr()  # lets the router's forward function find the result for this row
+                router.use_for(normed.data_ptr())  # lets the router's forward function find the result for this row
             output = self.block(normed)
         finally:
             if router is not None:
-                router.row_at = 0
+                router.use_for(0)
         given: torch.Tensor = output[0] if isinstance(output, tuple) else output
         return after + given
 
@@ -318,7 +318,7 @@ def _agrees(model: PreTrainedModel, layer: nn.Module, ours: OneToken, embeddings
     try:
         with torch.no_grad():
             cache.layers[ours.index].update(*numbers(2, 1, parts.key_heads, _PROOF_POSITIONS, parts.size))
-            cache.length = _PROOF_POSITIONS
+            cache.begin_after(_PROOF_POSITIONS)
             return all(
                 _agrees_on(ours, stub, cache, numbers(1, 1, parts.o.outputs), numbers(2, *embeddings.cos.shape).tanh())
                 for _ in range(_PROOF_TURNS)

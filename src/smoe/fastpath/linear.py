@@ -87,9 +87,9 @@ def multiply_codes(model: nn.Module, pool: SpinningPool, activations: str = BF16
     (`EngineConfig.activations`). Return the number of weights in these layers."""
     layers = [module for module in model.modules() if isinstance(module, QuantisedWeight)]
     for layer in layers:
-        layer.pool, layer.activations = pool, activations
+        layer.multiply_by(pool, activations)
     for embedding in (module for module in model.modules() if isinstance(module, StoredEmbedding)):
-        embedding.pool = pool
+        embedding.unpack_by(pool)
     share_inputs(model)
     return sum(layer.shape.numel() for layer in layers if isinstance(layer, QuantisedLinear))
 

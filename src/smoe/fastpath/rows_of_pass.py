@@ -8,7 +8,7 @@ other, which takes as long as separate passes, so this is done only if reproduci
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from smoe.kernels.quantised_work import MOST_QUANTISED_ROWS
 from smoe.kernels.spinning_pool import SpinningPool
@@ -35,11 +35,8 @@ class RowsOfPass:
         """
         pool = self._pool if tokens == 1 and len(keys) <= MOST_QUANTISED_ROWS else None
         self.keys = keys
-        if pool is not None:
-            pool.rows_are_alone = True
         try:
-            yield pool is not None
+            with nullcontext() if pool is None else pool.summing_rows_alone():
+                yield pool is not None
         finally:
             self.keys = None
-            if pool is not None:
-                pool.rows_are_alone = False

@@ -163,7 +163,7 @@ class TokenPass:
         """Return whether our function agrees with transformers': the first layer must receive the same bits, and the
         same logits must follow from the last layer's output."""
         cache = RowCache(self._model.config.get_text_config(), 1, 2)
-        cache.length = 1
+        cache.begin_after(1)
         try:
             return all(self._agrees(torch.tensor([[id]]), cache) for id in _PROOF_IDS)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):  # takes other arguments

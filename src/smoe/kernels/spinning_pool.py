@@ -19,7 +19,8 @@ import functools
 import itertools
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from smoe.cpu_isa import FAMILY, X86
@@ -213,6 +214,15 @@ class SpinningPool:
             units += -(-rows // size)
             weights += rows * columns
         self.run(fields, units, is_long=weights >= WAKING_WEIGHTS)
+
+    @contextmanager
+    def summing_rows_alone(self) -> Iterator[None]:
+        """Sum each of several rows like a single row during the `with` block."""
+        self.rows_are_alone = True
+        try:
+            yield
+        finally:
+            self.rows_are_alone = False
 
     def chain(self, columns: int, rows: int) -> int:
         """Return the number of elements along K after which running sums restart, in a product of `rows` rows of

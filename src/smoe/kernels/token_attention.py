@@ -135,8 +135,7 @@ class TokenAttention:
         self.parts = parts
         self._scratch = scratch
         self._arguments = _Arguments(pool, parts)
-        self.following: TokenAttention | None = None
-        """The job that comes after this layer's experts. Its weights are prefetched."""
+        self._following: TokenAttention | None = None
         self._weights = Ahead.of([])
         self._routing: AttachedRouter | None = None
         self._known: tuple[int, ...] = ()
@@ -151,6 +150,10 @@ class TokenAttention:
         self._places = [each.at for each in (*projections, *norms) if each is not None]
         self._places += [each.bias for each in projections if each.bias is not None]
         self._is_long = sum(each.outputs * each.columns for each in projections) >= WAKING_WEIGHTS
+
+    def fetch_for(self, following: TokenAttention) -> None:
+        """Prefetch the weights of `following`, the job that comes after this layer's experts."""
+        self._following = following
 
     def route_by(self, routing: AttachedRouter) -> None:
         """Make the router's product and choice of experts part of the layer's job."""
@@ -167,8 +170,8 @@ class TokenAttention:
         if known != self._known:
             self._make_tasks()
             self._known = known
-        if self.following is not None:
-            self._pool.fetch_ahead(self.following._weights)
+        if self._following is not None:
+            self._pool.fetch_ahead(self._following._weights)
         self._arguments.set(hidden, cos, sin, place, after, normed)
         fields = self._tasks
         for place_of_row in self._routed_fields:

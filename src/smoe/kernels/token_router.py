@@ -69,6 +69,10 @@ class TokenRouter:
         """The logits of all experts: bf16 [1, E]."""
         self._results = RoutedRow(self.logits, weights, torch.from_numpy(self._index).unsqueeze(0))
 
+    def use_for(self, row_at: int) -> None:
+        """Let the router's forward function use the last result for the row at this address; 0: for no row."""
+        self.row_at = row_at
+
     @property
     def gains_at(self) -> int:
         """The address of the routing weights in ascending order of experts: float32 [K]."""

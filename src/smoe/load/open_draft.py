@@ -45,7 +45,7 @@ def open_draft(planned: PlannedDraft, model: PreTrainedModel | None, computing: 
     without_rules = {layer: path for layer, path in engine.anatomy.routers.items() if layer not in engine.rules}
     observe_routers(draft, engine, without_rules)
     routing = Draft(draft, scoring_rules(draft, spec), planned.spares)
-    engine.executor.observers.append(routing)
+    engine.executor.add_observer(routing)
     return routing
 
 

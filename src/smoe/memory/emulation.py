@@ -158,6 +158,10 @@ class Emulation(Pacing):
         self.late_seconds += max(0.0, time.perf_counter() - due) / self.dilation
         _wait_until(due)
 
+    def reset(self) -> None:
+        """Set `late_seconds` to 0."""
+        self.late_seconds = 0.0
+
     def begin_pass(self) -> None:
         """Record that a forward pass begins."""
         self._layer_began = time.perf_counter()

@@ -34,6 +34,9 @@ class Pacing:
         """A function that returns the time on the reported clock, in seconds."""
         return time.perf_counter
 
+    def reset(self) -> None:
+        """Set `late_seconds` to 0."""
+
     def begin_pass(self) -> None:
         """Report that a forward pass begins."""
 

@@ -171,6 +171,10 @@ class RowCache(DynamicCache):
         """Remove the last `-tokens_to_remove` tokens; the argument is negative, as in transformers."""
         self.rewind(self.length + tokens_to_remove)
 
+    def begin_after(self, length: int) -> None:
+        """Count the first `length` positions as written, so that the next token comes after them."""
+        self.length = length
+
     def rewind(self, length: int) -> None:
         """Keep only the first `length` tokens. Raises `EngineStateError` if a layer has a recurrent state."""
         if not 0 <= length <= self.length:

@@ -35,6 +35,10 @@ class KVWindow(RowCache):
         self.row_lengths = list(lengths) if len(lengths) > 1 else None
         self._pending, self.given = 0, None
 
+    def begin_texts(self, given: Sequence[int]) -> None:
+        """Let every row begin a new text. `given`: the number of real tokens of each text in the next pass."""
+        self.row_lengths, self.given = [0] * len(given), list(given)
+
     def begin(self, tokens: int, rows: int) -> None:
         super().begin(tokens, rows)
         assert self.start + self.length + tokens <= self.capacity_tokens, "the texts must be moved to the front first"

@@ -47,6 +47,10 @@ class QuantisedWeight(nn.Module):
         """The whole matrix, dequantized again at each access, for comparisons."""
         return self.numbers(0, self.shape[0])
 
+    def multiply_by(self, pool: SpinningPool, activations: str) -> None:
+        """Multiply by our kernels from now on, few rows in the type `activations` (`EngineConfig.activations`)."""
+        self.pool, self.activations = pool, activations
+
     def numbers(self, begin: int, end: int) -> torch.Tensor:
         """Return the rows `begin` to `end` - 1 of the matrix, dequantized to the model's dtype."""
         codes = self.codes[begin:end]
@@ -239,6 +243,10 @@ class StoredEmbedding(nn.Module):
         if len(places) < len(ids):
             out = out[[places[token] for token in ids]]
         return out.view(*input.shape, self.embedding_dim)
+
+    def unpack_by(self, pool: SpinningPool) -> None:
+        """Dequantize rows by our kernels from now on."""
+        self.pool = pool
 
     def _numbers(self, ids: Sequence[int]) -> torch.Tensor:
         codes = self.rows.read(ids)

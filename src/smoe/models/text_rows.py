@@ -53,7 +53,7 @@ class TextRows:
         for row in rows:
             self.starts[row] = self.lengths[row] = 0
         window = self.window(first, len(given))
-        window.row_lengths, window.given = [0] * len(given), list(given)
+        window.begin_texts(given)
         return window
 
     def note(self, window: KVWindow, first: int) -> None:

@@ -161,11 +161,11 @@ class Engine:
     @contextmanager
     def observed_by(self, observer: StepObserver) -> Iterator[None]:
         """Call the methods of `observer` for every step of every layer during the `with` block."""
-        self.executor.observers.append(observer)
+        self.executor.add_observer(observer)
         try:
             yield
         finally:
-            self.executor.observers.remove(observer)
+            self.executor.remove_observer(observer)
 
     @contextmanager
     def loading_all(self) -> Iterator[None]:

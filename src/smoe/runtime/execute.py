@@ -103,6 +103,14 @@ class LayerExecutor:
     def counters(self) -> Counters:
         return self.arrivals.counters
 
+    def add_observer(self, observer: StepObserver) -> None:
+        """Call the methods of `observer` for every step of every layer from now on."""
+        self.observers = [*self.observers, observer]  # a new list: a step may be using the old one
+
+    def remove_observer(self, observer: StepObserver) -> None:
+        """Stop calling the methods of `observer`."""
+        self.observers = [each for each in self.observers if each is not observer]
+
     def share_slots(self) -> None:
         """Divide the slots among the layers again. Call this after the number of slots has changed."""
         self._layer_shares = layer_shares(self.table, list(self.arrivals.stores[EXACT].layers))

@@ -82,7 +82,7 @@ class LayerCompute:
         """Reset the compute units other than the device, and the counter of lateness. Nothing may be in flight."""
         for unit in self.units.values():
             unit.reset()
-        self.pacing.late_seconds = 0.0
+        self.pacing.reset()
 
     def recover(self) -> None:
         """Wait, after an error in a pass, until no compute unit other than the device has work in flight."""

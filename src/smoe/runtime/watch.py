@@ -68,11 +68,11 @@ class Watch(StepObserver):
         """Start to record events, because a page of `/watch` is open."""
         self.taken()
         self._staged = self._known = frozenset()
-        self._executor.observers = [*self._executor.observers, self]  # a new list: the engine may use the old one
+        self._executor.add_observer(self)
 
     def end(self) -> None:
         """Stop recording events, because the last page of `/watch` was closed."""
-        self._executor.observers = [each for each in self._executor.observers if each is not self]
+        self._executor.remove_observer(self)
 
     def taken(self) -> tuple[dict[str, list[int]], list[PassNote]]:
         """Return all events since the last call, oldest first: lists of expert numbers by kind of event, and the notes

@@ -79,7 +79,7 @@ class EndpointAnswer(ABC):
                     yield last
             except Exception as error:
                 problem = problem_of(error, self._fields)
-                texts.error_status = problem.status
+                texts.fail(problem.status)
                 yield self._failed(problem)
             if self.done:
                 yield self.done

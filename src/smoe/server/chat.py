@@ -30,8 +30,9 @@ async def chat_completions(serving: Serving, request: Request) -> Response:
     return await _ChatAnswer(serving, form, prepared, texts).to(request, form.is_streamed)
 
 
-def talk_of(asked: ChatAsked) -> Talk:
-    """Return the conversation of a request. Raises an `ApiError` for fields that exclude each other."""
+def talk_of(asked: ChatAsked, schema_field: str = "response_format") -> Talk:
+    """Return the conversation of a request. `schema_field`: the request's field that contains the schema. Raises an
+    `ApiError` for fields that exclude each other."""
     if asked.top_logprobs and asked.likeliest is None:
         raise refused("'top_logprobs' needs 'logprobs' to be true", "top_logprobs")
     return Talk(
@@ -40,6 +41,7 @@ def talk_of(asked: ChatAsked) -> Talk:
         tool_choice=asked.tool_choice,
         is_single_call=asked.parallel_tool_calls is False,
         schema=schema_of(asked.response_format),
+        schema_field=schema_field,
         template=template_of(asked.chat_template_kwargs, asked.reasoning_effort),
         ending=_ending(asked),
         max_new_tokens=asked.most_tokens,

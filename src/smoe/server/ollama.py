@@ -122,9 +122,7 @@ def _response_format(given: str | dict[str, Any] | None) -> dict[str, Any] | Non
 def _of_chat(serving: Serving, body: dict[str, Any]) -> Prepared:
     asked = fields_of(ChatAsked, body)
     asked.check_unsupported()
-    talk = talk_of(asked)
-    talk.schema_field = "format"
-    return prepare(serving, asked, talk, asked.settings)
+    return prepare(serving, asked, talk_of(asked, "format"), asked.settings)
 
 
 def _of_text(serving: Serving, asked: OllamaGenerateAsked, prompt: str) -> Prepared:

@@ -157,6 +157,10 @@ class Texts:
                 request.is_cancelled = True
             self._loop.wake()
 
+    def fail(self, status: int) -> None:
+        """Record the HTTP status of the error that ends the stream."""
+        self.error_status = status
+
     def give_up(self, error: Exception) -> None:
         """End all texts with `error`, because the decode loop has failed."""
         for number in range(len(self.requests)):

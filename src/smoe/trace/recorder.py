@@ -58,11 +58,16 @@ class Recorder(StepObserver):
         """The number of complete steps that were written."""
         self.sequences = 0
         """The number of sequences that were observed."""
-        self.first_sequence = 0
+        self._first_sequence = 0
         """The number, in the trace, of the sequence in row 0 of the next passes."""
         self._engine = engine
         self._layers = {layer.layer: layer for layer in writer.header.layers}
         self._passes = engine.executor.counters.forward_passes
+
+    def number_from(self, sequence: int) -> None:
+        """Give the sequence in row 0 of the next passes the number `sequence` in the trace, and the following rows the
+        following numbers."""
+        self._first_sequence = sequence
 
     def routed(self, step: Step) -> None:
         layer, logits, sequences = step.layer, step.logits, step.sequences
@@ -75,10 +80,10 @@ class Recorder(StepObserver):
                 f"the router of layer {layer} gives {given} instead of logits of {traced.experts} experts for {count} "
                 "tokens, so this family cannot be recorded; it can be served all the same"
             )
-        self.sequences = max(self.sequences, self.first_sequence + sequences)
+        self.sequences = max(self.sequences, self._first_sequence + sequences)
         rows = self.writer.header.blank_rows(traced, count)
         rows["step"], rows["phase"] = self.steps, PHASES.index(step.phase)
-        rows["sequence"] = self.first_sequence + np.arange(count) // (count // sequences)
+        rows["sequence"] = self._first_sequence + np.arange(count) // (count // sequences)
         rows["router_logits"][:, : traced.experts] = logits.half().cpu().numpy()
         rows["top_k_index"][:, : traced.top_k] = step.top_k_index.cpu().numpy()
         rows["top_k_weights"][:, : traced.top_k] = step.top_k_weights.float().cpu().numpy()

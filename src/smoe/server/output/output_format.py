@@ -91,7 +91,7 @@ class OutputFormat:
         assert self.reasoning is not None, "this is called for formats with reasoning"
         if at == "beginning" and not (yield from self._begins_reasoning(reader)):
             return
-        reader.is_reasoning = True
+        reader.begin_reasoning()
         if at != "within reasoning":
             yield from reader.blanks()
         end = self.reasoning.end
@@ -103,7 +103,7 @@ class OutputFormat:
                 marks = (end,)
             elif (yield from self._ends_by_call(reader, calls)):
                 break
-        reader.is_reasoning = False
+        reader.end_reasoning()
         if mark == end:
             yield from reader.blanks()
             reader.take(len(end))
@@ -231,10 +231,11 @@ class Channels(OutputFormat):
         """Consume a message's body and the mark after it. Return the mark."""
         if tool in reader.tools and (yield from self._read_call(reader, tool)) and reader.is_full:
             return None
-        reader.is_reasoning = is_reasoning and not tool
+        if is_reasoning and not tool:
+            reader.begin_reasoning()
         show = (lambda text: None) if tool else reader.reasoning if is_reasoning else reader.answer
         mark = yield from reader.until(self.ends, show, strips=reader.is_reasoning)
-        reader.is_reasoning = False
+        reader.end_reasoning()
         if mark is not None and mark not in self.begins:
             yield from reader.blanks()
             reader.take(len(mark))

@@ -98,6 +98,14 @@ class OutputReader:
         """Add `text` to the reasoning."""
         self._add("reasoning", "" if text in self._hidden else text)
 
+    def begin_reasoning(self) -> None:
+        """Record that the next text is reasoning."""
+        self.is_reasoning = True
+
+    def end_reasoning(self) -> None:
+        """Record that the next text is no reasoning."""
+        self.is_reasoning = False
+
     def call(self, name: str, id: str | None = None) -> None:
         """Begin a call of the tool `name`. `id`: the id that the model wrote; None: a random id."""
         self.calls += 1
