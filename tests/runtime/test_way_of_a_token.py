@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,6 +17,7 @@ import torch
 
 from smoe import from_pretrained
 from smoe.runtime.passes import Passes
+from tests.entered_files import Watch
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "way-of-a-token.md"
@@ -27,8 +27,6 @@ FIRST_LOAD = {"compute/expert_math.py", "kernels/matrix.py", "memory/arena.py"}
 """Where the first load into a slot makes its views, in addition."""
 READERS = {"memory/movers.py", "memory/expert_files.py", "memory/store.py"}
 """What reading threads use, at any time."""
-_CODE_OF_FUNCTION = 1
-"""A flag of code objects: CO_OPTIMIZED, which module and class bodies do not have."""
 
 
 class Passed(NamedTuple):
@@ -38,18 +36,6 @@ class Passed(NamedTuple):
     """By all threads, in one decode step."""
     layer: list[str]
     """From the experts' entry of one layer to its exit."""
-
-
-class Watch:
-    """Notes the file of every call of ours, on all threads that begin while it is set."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, None] = {}
-
-    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_flags & _CODE_OF_FUNCTION and "/smoe/" in code.co_filename:
-            self.files.setdefault(code.co_filename.rsplit("/smoe/", 1)[1])
 
 
 @pytest.fixture(scope="module")

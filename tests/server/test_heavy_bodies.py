@@ -15,12 +15,10 @@ import pytest
 
 from bench.serve.heavy_bodies import HEAVY, heavy_body
 from smoe.server import listening, serving
-from smoe.server.body import asked_of
-from smoe.server.body_budget import BodyBudget
-from smoe.server.body_size import MOST_CONTAINERS, MOST_VALUES, check_size
+from smoe.server.body import MOST_CONTAINERS, MOST_VALUES, UnknownFields, asked_of, check_size
 from smoe.server.fields import ChatAsked, CompletionAsked
+from smoe.server.guard import BodyBudget
 from smoe.server.problem import ApiError
-from smoe.server.unknown_fields import UnknownFields
 from tests.server.conftest import Running, eventually, served
 
 JSON = {"Content-Type": "application/json"}

@@ -16,7 +16,7 @@ from smoe import from_pretrained
 from smoe.errors import TransferError
 from smoe.generation.sampler import Sampler
 from smoe.server import local_answers as local
-from smoe.server.unknown_fields import IGNORED_FIELDS
+from smoe.server.serving import IGNORED_FIELDS
 from tests.server.conftest import Answered, Running, served
 from tests.toy import save_toy
 

@@ -10,9 +10,10 @@ from urllib.parse import unquote
 
 import pytest
 
+from smoe.server.body import UnknownFields, unknown_fields
 from smoe.server.fields import ChatAsked, RequestFields, ResponseAsked
 from smoe.server.message_fields import CountAsked, MessagesAsked
-from smoe.server.unknown_fields import IGNORED_FIELDS, UnknownFields, unknown_fields
+from smoe.server.serving import IGNORED_FIELDS
 from tests.server.conftest import Running, served
 
 SAID = [{"role": "user", "content": "x", "own": 1}]
@@ -71,7 +72,7 @@ def test_names_say_where_the_field_is(kind: type[RequestFields], fields: Any, ex
 
 def test_each_name_has_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     fields = UnknownFields(is_strict=False)
-    with caplog.at_level(logging.INFO, "smoe.server.unknown_fields"):
+    with caplog.at_level(logging.INFO, "smoe.server.body"):
         for _ in range(2):
             assert fields.check(ChatAsked, {"temprature": 1, "own": 2}) == ["temprature", "own"]
         assert [record.getMessage() for record in caplog.records] == [

@@ -239,15 +239,14 @@ def test_who_knows_names_what_is_worth_a_load() -> None:
     coming = Routing(1, Phase.DECODE, EXPERTS, [[12, 13, 14]], scores, 1, weights=[[0.5, 0.4, 0.1]])
     now = coming._replace(layer=0)
 
-    def named(**known: object) -> tuple[list[int], set[int]]:
+    def named(grading: Grading) -> tuple[list[int], set[int]]:
         predictor = Foresight([now, coming])
-        for name, value in known.items():
-            setattr(predictor, name, value)
+        predictor.grade_by(grading)
         predictor.observe(now)
         (answer,) = predictor.predict(Sight(0, None))
         return list(answer.experts), set(answer.low)
 
-    assert named() == ([12, 13, 14], set())
-    assert named(alpha=0.3) == ([12, 13], set()), "14 is no better than those that are not chosen"
-    assert named(thresholds=Thresholds(0.4, 1.0)) == ([12, 13, 14], {13, 14})
-    assert named(thresholds=Thresholds(0.4, 0.8)) == ([12, 13], {13})
+    assert named(Grading()) == ([12, 13, 14], set())
+    assert named(Grading(0.3)) == ([12, 13], set()), "14 is no better than those that are not chosen"
+    assert named(Grading(thresholds=Thresholds(0.4, 1.0))) == ([12, 13, 14], {13, 14})
+    assert named(Grading(thresholds=Thresholds(0.4, 0.8))) == ([12, 13], {13})

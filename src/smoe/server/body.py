@@ -2,33 +2,108 @@
 
 A body is one JSON object in UTF-8, uncompressed. Repeated keys, NaN, Infinity, numbers too large for any field, lone
 surrogates and deep nesting are refused here, so that later code need not check for them.
+
+The values of a body are counted in its bytes before it is parsed. A C parser holds Python's global lock while it works,
+and so does validation: a million small lists in 4 MiB would block the server for two seconds.
+
+Unknown fields of requests are ignored and named in a response header and in the log, or refused by a strict server.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
+import logging
 import re
-from collections.abc import Iterable
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 
-from smoe.server.asked import AskedFields
-from smoe.server.body_size import MOST_FIELDS, check_size, too_many_fields
 from smoe.server.events import ClientGoneError
 from smoe.server.field_errors import refusal_of, shortened
 from smoe.server.problem import ApiError, refused
-from smoe.server.unknown_fields import UnknownFields
 
+_log = logging.getLogger(__name__)
+MOST_CONTAINERS = 50_000
+"""The maximum number of objects and lists of a body; parsing and validating them takes about 30 ms each."""
+MOST_VALUES = 500_000
+"""The maximum number of values of a body, such as the tokens of a prompt."""
+MOST_FIELDS = 4096
+"""The largest number of fields of one object. Validation makes an error object for every wrong field, so more would
+take too long."""
+_CHUNK_BYTES = 1 << 16
+_BRACES = re.compile(rb"[{}]")
+_MOST_LOGGED = 200
+"""The maximum number of different unknown field names that get a line in the log, because a client may send any
+names."""
 _DEEPEST = 100
 """The deepest nesting of objects and lists: later code processes them recursively."""
 _MOST_DIGITS = 100
 _EXACT = 2.0**53
 """Whole numbers below this bound are exact as floats."""
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def _tell_unsupported(schema: dict[str, Any], kind: type[BaseModel]) -> None:
+    """Add to a JSON schema, for each field without effect in this server, the only values that requests may give: those
+    that change nothing."""
+    for name, harmless in kind.harmless().items() if issubclass(kind, AskedFields) else ():
+        schema["properties"][name] = {
+            "enum": [None, *harmless],
+            "default": None,
+            "description": "Not supported: leave it out.",
+        }
+
+
+class AskedFields(BaseModel):
+    """The base of the fields of all requests."""
+
+    model_config = ConfigDict(
+        extra="ignore", strict=True, use_attribute_docstrings=True, json_schema_extra=_tell_unsupported
+    )
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Fields that would change the response but are not supported, with the values that change nothing."""
+    names: ClassVar[dict[str, str]] = {}
+    """{name of a library setting: its name in this kind of request}, where the two names differ."""
+    takes_any_model: ClassVar[bool] = False
+    """Whether `model` may be any name: agents send the names of their maker's models."""
+    tags: ClassVar[tuple[str, ...]] = ("",)
+    """The suffixes that may follow the model's name in a request, such as a tag."""
+
+    @classmethod
+    def harmless(cls) -> dict[str, tuple[Any, ...]]:
+        """Return the fields that are not supported, with the values that change nothing."""
+        return cls.unsupported
+
+    @property
+    def asked_model(self) -> str | None:
+        """The name of the model that the request is for; None: the model that is served."""
+        return None
+
+    def check_unsupported(self) -> None:
+        """Raise an `ApiError` for a field whose value would change the response but is not supported."""
+        for name, harmless in self.harmless().items():
+            value = getattr(self, name)
+            if value is not None and not any(_is_same(value, each) for each in harmless):
+                only = "".join(f", or give {json.dumps(each)}" for each in harmless)
+                message = f"'{name}' is not supported by this server; leave it out{only}"
+                raise refused(message, name, "unsupported_parameter")
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """{name of a library setting that this request sets: its name in the request}."""
+        return {name: name for name in type(self).model_fields} | self.names
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Return whether two values are equal in JSON, where true is not 1."""
+    return isinstance(value, bool) == isinstance(other, bool) and value == other
+
+
 _T = TypeVar("_T", bound=AskedFields)
 
 
@@ -176,3 +251,116 @@ def _check_characters(value: Any) -> None:
             half = f"\\u{ord(error.object[error.start]):04x}"
             message = f"the body has half a character (a lone surrogate, {half}), which is not valid text"
             raise refused(message, None if name is None else shortened(name)) from error
+
+
+def check_size(data: bytes) -> None:
+    """Raise an `ApiError` for a body with too many values, objects or lists. The check takes linear time and works in
+    short steps."""
+    if _is_small(_containers(data), data.count(b",")) and data.count(b":") <= MOST_FIELDS:
+        return
+    containers = commas = fields = 0
+    text = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # from here on every quotation mark begins or ends a string
+    is_inside = False
+    for begin in range(0, len(text), _CHUNK_BYTES):
+        parts = text[begin : begin + _CHUNK_BYTES].split(b'"')
+        outside = b"".join(parts[1::2] if is_inside else parts[::2])
+        is_inside ^= len(parts) % 2 == 0
+        containers += _containers(outside)
+        commas += outside.count(b",")
+        if not _is_small(containers, commas):
+            raise refused(
+                f"the body has more than {MOST_CONTAINERS} objects and lists, or more than {MOST_VALUES} values; "
+                "send fewer"
+            )
+        fields = _fields_in_a_row(fields, outside)
+
+
+def _fields_in_a_row(before: int, outside: bytes) -> int:
+    """Return the number of fields since the last brace, which bounds the number of fields of one object. `before`: the
+    number before these bytes; `outside`: the bytes outside of strings. Raises an `ApiError` if the number is too
+    large."""
+    fields = before
+    for number, part in enumerate(_BRACES.split(outside)):
+        fields = part.count(b":") + (0 if number else fields)
+        if fields > MOST_FIELDS:
+            raise too_many_fields()
+    return fields
+
+
+def too_many_fields() -> ApiError:
+    return refused(f"the body has an object of more than {MOST_FIELDS} fields; send fewer")
+
+
+def _containers(data: bytes) -> int:
+    return data.count(b"[") + data.count(b"{")
+
+
+def _is_small(containers: int, commas: int) -> bool:
+    return containers <= MOST_CONTAINERS and commas < MOST_VALUES
+
+
+class UnknownField(NamedTuple):
+    """A field of a request, or of an object in a request, that the API does not have."""
+
+    inside: str
+    """The path of the object that has the field, such as `stream_options.`; empty for the request itself."""
+    name: str
+    kind: type[BaseModel]
+    """The model class whose fields are known in this object."""
+
+    @property
+    def shown(self) -> str:
+        return self.inside + shortened(self.name)
+
+    @property
+    def hint(self) -> str:
+        """A question that names the known field with the most similar name; empty if no name is similar."""
+        known = [field.alias or name for name, field in self.kind.model_fields.items()]
+        near = get_close_matches(shortened(self.name).lower(), known, 1)
+        return f" (did you mean {self.inside}{near[0]}?)" if near else ""
+
+
+def unknown_fields(kind: type[BaseModel], value: Any, inside: str = "") -> Iterator[UnknownField]:
+    """Yield the fields in `value` that a request of this kind does not have. Items of lists (messages, tools) are not
+    searched."""
+    if not isinstance(value, dict):
+        return
+    known = {field.alias or name: field for name, field in kind.model_fields.items()}
+    for name, inner in value.items():
+        if name not in known:
+            yield UnknownField(inside, name, kind)
+        for part in _kinds(known[name].annotation) if name in known else ():
+            yield from unknown_fields(part, inner, f"{inside}{name}.")
+
+
+class UnknownFields:
+    """The unknown fields of one server's requests. One thread at a time calls `check`."""
+
+    def __init__(self, is_strict: bool) -> None:
+        """`is_strict`: whether unknown fields are refused."""
+        self._is_strict = is_strict
+        self._logged: set[str] = set()
+
+    def check(self, kind: type[BaseModel], value: Any) -> list[str]:
+        """Return the names of the unknown fields of a body, and log each name once. A strict server raises an
+        `ApiError` for the first unknown field."""
+        found = list(unknown_fields(kind, value))
+        if found and self._is_strict:
+            raise _refused_field(found[0])
+        for field in found:
+            if field.shown not in self._logged and len(self._logged) < _MOST_LOGGED:
+                self._logged.add(field.shown)
+                _log.info("the unknown field %r of a request is ignored%s", field.shown, field.hint)
+        return [field.shown for field in found]
+
+
+def _refused_field(field: UnknownField) -> ApiError:
+    message = f"Unrecognized request argument supplied: {field.shown}{field.hint}; this server is strict"
+    return refused(message, field.shown, "unknown_parameter")
+
+
+def _kinds(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the model classes by which a field's value may be validated, apart from those of a list's items."""
+    for each in get_args(annotation) or (annotation,):
+        if get_origin(each) is None and isinstance(each, type) and issubclass(each, BaseModel):
+            yield each

@@ -12,8 +12,8 @@ from smoe.server.choice import ChoiceText, Delta, TokenChances, usage_of
 from smoe.server.events import event
 from smoe.server.fields import MOST_TEXTS, CompletionAsked
 from smoe.server.problem import refused
-from smoe.server.sampled import another, refuse_endless, sampling_of, texts_of
 from smoe.server.serving import Serving
+from smoe.server.talk import another, refuse_endless, sampling_of, texts_of
 from smoe.server.texts import TextRequest, Texts
 from smoe.server.token_text import TokenTexts
 

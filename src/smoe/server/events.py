@@ -40,22 +40,6 @@ def event(value: Any, name: str | None = None) -> bytes:
     return data if name is None else f"event: {name}\n".encode() + data
 
 
-class SentResponse:
-    """The HTTP status of one response and whether it has ended, read from its ASGI messages."""
-
-    def __init__(self) -> None:
-        self.status = 0
-        """The HTTP status; 0 before the response begins. For a stream that ended with an error, the error's status."""
-        self.is_whole = False
-        """Whether the response has ended."""
-
-    def note(self, message: Message) -> None:
-        """Process the response's next message."""
-        self.status = message.get("status", self.status)
-        if message["type"] == "http.response.body":
-            self.is_whole = not message.get("more_body", False)
-
-
 class Json(Response):
     """A response with a JSON body."""
 

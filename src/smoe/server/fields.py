@@ -1,6 +1,6 @@
 """The fields of requests, by OpenAI's names.
 
-Unknown fields are ignored or refused (`unknown_fields.py`). Fields of OpenAI's API that change nothing here are
+Unknown fields are ignored or refused (`body.py`). Fields of OpenAI's API that change nothing here are
 ignored; fields that would change the response are refused (`check_unsupported`). Fields of other servers are accepted
 with their neutral values only (`neutral_fields.py`). The bounds declared here appear in the API's description; checks
 that need more than the request are elsewhere.
@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field
 
-from smoe.server.asked import AskedFields
+from smoe.server.body import AskedFields
 from smoe.server.neutral_fields import NEUTRAL, NeutralFields
 
 MOST_TEXTS = 128

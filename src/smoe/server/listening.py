@@ -22,9 +22,9 @@ from types import FrameType
 import uvicorn
 
 from smoe.server.app import make_app
-from smoe.server.body_budget import BodyBudget
 from smoe.server.connection import Connection
 from smoe.server.connections import Connections
+from smoe.server.guard import BodyBudget
 from smoe.server.protocol import spoken_by
 from smoe.server.serving import Serving
 

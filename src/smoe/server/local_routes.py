@@ -12,9 +12,8 @@ from smoe.server.events import Json
 from smoe.server.ollama import ollama_chat, ollama_generate
 from smoe.server.ollama_models import OllamaModel, ollama_version
 from smoe.server.problem import ApiError
-from smoe.server.serving import Serving
+from smoe.server.serving import Serving, add_post
 from smoe.server.token_endpoints import detokenize, properties, tokenize
-from smoe.server.unknown_fields import add_post
 
 _READ = ["GET", "HEAD"]
 

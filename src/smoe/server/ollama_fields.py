@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from smoe.server.asked import AskedFields
+from smoe.server.body import AskedFields
 from smoe.server.fields import MOST_MESSAGES, UP_TO_THE_CONTEXT, Likeliest, Objects
 
 _FILL_CONTEXT = -2

@@ -16,7 +16,7 @@ from pydantic.json_schema import models_json_schema
 from smoe import __version__
 from smoe.server import answers
 from smoe.server import local_answers as local
-from smoe.server.asked import AskedFields
+from smoe.server.body import AskedFields
 from smoe.server.fields import (
     ChatAsked,
     CompletionAsked,
@@ -24,8 +24,8 @@ from smoe.server.fields import (
 )
 from smoe.server.message_fields import CountAsked, MessagesAsked
 from smoe.server.ollama_fields import OllamaChatAsked, OllamaGenerateAsked, OllamaShowAsked
+from smoe.server.serving import IGNORED_FIELDS
 from smoe.server.token_fields import DetokenizeAsked, TokenizeAsked
-from smoe.server.unknown_fields import IGNORED_FIELDS
 
 METRICS_TYPE = "text/plain; version=0.0.4"
 _JSON, _EVENTS, _LINES = "application/json", "text/event-stream", "application/x-ndjson"

@@ -19,7 +19,8 @@ from contextvars import ContextVar
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from smoe.generation.request import EndReason
-from smoe.server.events import CLIENT_GONE, SentResponse
+from smoe.server.events import CLIENT_GONE
+from smoe.server.guard import SentResponse
 from smoe.server.texts import Texts
 
 _log = logging.getLogger(__name__)

@@ -8,11 +8,14 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
+from urllib.parse import quote
 
+from fastapi import FastAPI
 from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 from transformers import PreTrainedModel
 
 from smoe import __version__
@@ -23,11 +26,10 @@ from smoe.generation.request import End, Piece, Request
 from smoe.machine.native_heap import give_back_heap
 from smoe.models.position_limit import position_limit
 from smoe.runtime.engine import Engine
-from smoe.server.asked import AskedFields
-from smoe.server.body import asked_of, body_of
-from smoe.server.body_budget import release_body
+from smoe.server.body import AskedFields, UnknownFields, asked_of, body_of
 from smoe.server.fields import UP_TO_THE_CONTEXT
 from smoe.server.grammar import Grammars
+from smoe.server.guard import release_body
 from smoe.server.meters import Meters
 from smoe.server.model_health import ModelHealth
 from smoe.server.problem import ApiError, busy, failed, over, problem_of, refused
@@ -36,9 +38,12 @@ from smoe.server.request_lines import note_asked
 from smoe.server.settings import ServerConfig
 from smoe.server.texts import Bell, TextRequest, Texts
 from smoe.server.token_text import TokenTexts
-from smoe.server.unknown_fields import UnknownFields, list_ignored
 
 _log = logging.getLogger(__name__)
+IGNORED_FIELDS = "x-smoe-ignored-fields"
+"""The response header that lists ignored fields."""
+_MOST_LISTED = 20
+"""The maximum number of field names in the response header."""
 _T = TypeVar("_T")
 _A = TypeVar("_A", bound=AskedFields)
 
@@ -147,7 +152,7 @@ class Serving:
             data = [await body_of(request)]
             here = asyncio.get_running_loop()
             prepared = await here.run_in_executor(self._preparing, lambda: self._prepared(kind, data.pop(), work))
-            list_ignored(request, prepared[1])
+            _list_ignored(request, prepared[1])
             return prepared[0]
         finally:
             release_body(request.scope)
@@ -247,3 +252,26 @@ def _fingerprint(name: str, engine: Engine) -> str:
     """Return a hash of all that determines a response except the request: the version, the model and the settings."""
     decides = (name, __version__, engine.arithmetic, sorted(map(str, engine.config.lossy)))
     return "smoe_" + hashlib.sha256(repr(decides).encode()).hexdigest()[:12]
+
+
+def _list_ignored(request: HttpRequest, names: Sequence[str]) -> None:
+    """Store the names of a request's ignored fields, for a header of its response."""
+    request.state.ignored_fields = names
+
+
+def add_post(app: FastAPI, path: str, respond: Callable[[HttpRequest], Awaitable[Response]]) -> None:
+    """Add a path whose responses name the request's ignored fields in a header."""
+
+    @app.post(path)
+    async def answered(request: HttpRequest) -> Response:
+        response = await respond(request)
+        _add_ignored(request, response)
+        return response
+
+
+def _add_ignored(request: HttpRequest, response: Response) -> None:
+    """Add the header that lists the request's ignored fields, if there are any."""
+    names = getattr(request.state, "ignored_fields", ())
+    if names:
+        more = [f"and {len(names) - _MOST_LISTED} more"] if len(names) > _MOST_LISTED else []
+        response.headers[IGNORED_FIELDS] = ",".join(quote(name, safe=" []") for name in [*names[:_MOST_LISTED], *more])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from smoe.server.asked import AskedFields
+from smoe.server.body import AskedFields
 from smoe.server.fields import Ids
 
 
