@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from smoe.errors import ConfigError
 from smoe.eval.draft_recall import compare
 from smoe.eval.exact_run import SPARES, ExactRun, RunListener, record
-from smoe.load.parts import scoring_rules
+from smoe.load.engine_parts import scoring_rules
 from smoe.models.read_spec import read_spec
 from smoe.prediction.activation_path import NO_EXPERT
 from smoe.runtime.draft_model import Alignment, Greedy

@@ -40,7 +40,7 @@ from smoe.eval.tournament import (
     tokens_of,
 )
 from smoe.load import cache_weights, next_use
-from smoe.load.winners import Decided, Winner, remember, where, winners_of, with_winners
+from smoe.load.tuned_settings import Decided, Winner, remember, where, winners_of, with_winners
 from smoe.metrics import Counters
 from smoe.models.read_spec import read_spec
 from smoe.policy.eviction.learned import Learned, NextUse, untrained

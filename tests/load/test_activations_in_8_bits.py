@@ -20,7 +20,7 @@ from smoe.compute import quantised_math
 from smoe.errors import ConfigError
 from smoe.kernels.isa import widest
 from smoe.kernels.threads import threads
-from smoe.load.activations import activations_of
+from smoe.load.experts_math import activations_of
 from smoe.models.quantised_linear import QuantisedLinear
 from smoe.presets import configure
 from smoe.routing import Routing

@@ -179,7 +179,7 @@ def test_whether_reads_pass_the_page_cache_is_decided_once(
     spec = read_spec(str(folder), configure())
     free = (4 << 20) + int(spare_share * spec.experts_bytes)
     monkeypatch.setattr("smoe.load.divide.free_device_bytes", lambda device: (free, "test"))
-    monkeypatch.setattr("smoe.load.tiers.free_device_bytes", lambda device: (0, "test"))
+    monkeypatch.setattr("smoe.load.engine_parts.free_device_bytes", lambda device: (0, "test"))
 
     class Asked(DiskReader):
         def __init__(self, direct: bool) -> None:
@@ -191,7 +191,7 @@ def test_whether_reads_pass_the_page_cache_is_decided_once(
             made.append(huge_pages)
             super().__init__(sizes, device, huge_pages)
 
-    monkeypatch.setattr("smoe.load.tiers.DiskReader", Asked)
+    monkeypatch.setattr("smoe.load.engine_parts.DiskReader", Asked)
     monkeypatch.setattr("smoe.load.pretrained.Arena", Made)
     model = from_pretrained(folder, memory="4MiB", context_tokens=64)
     try:

@@ -22,9 +22,9 @@ from smoe.models.checkpoint import checkpoint_at
 from smoe.models.described import described_at
 from smoe.models.families import FAMILIES
 from smoe.models.family_outline import plain_config
+from smoe.models.finish_spec import position_limit
 from smoe.models.model_sizes import by_arithmetic, model_sizes
 from smoe.models.plain_config import UndescribedError
-from smoe.models.position_limit import position_limit
 from smoe.models.read_spec import read_spec
 from smoe.models.registration import register_local_families
 from smoe.models.spec import LibrarySpec, ModelSpec

@@ -17,7 +17,7 @@ import transformers.modeling_utils as modeling
 
 from smoe import from_pretrained
 from smoe.errors import UnsupportedModelError
-from smoe.models.own_implementations import check_implementations
+from smoe.models.library_family import check_implementations
 from smoe.models.safetensors_folder import SafetensorsFolder
 from tests.toy import save_toy
 

@@ -14,9 +14,8 @@ import pytest
 from smoe.errors import CheckpointError, UnsupportedModelError
 from smoe.models.module_names import in_decoder
 from smoe.models.read_spec import read_spec
-from smoe.models.released_schemes import read_scheme
+from smoe.models.released_schemes import read_scheme, stated_quantisation
 from smoe.models.spec import ModelSpec
-from smoe.models.stated_quantisation import stated_quantisation
 from smoe.presets import configure
 from smoe.report.forecast import forecast
 from tests.published_configs import FP8, KIMI_K2, KIMI_K25, MINIMAX_M2, NVFP4, PUBLISHED, QWEN3_30B, Published

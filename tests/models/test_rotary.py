@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from smoe import from_pretrained
 from smoe.errors import ConfigError
-from smoe.models.position_limit import position_limit
+from smoe.models.finish_spec import position_limit
 from smoe.models.rotary import LengthRule, length_rule
 from tests import oracle, published_rope
 from tests.published_rope import ORIGINAL, PUBLISHED

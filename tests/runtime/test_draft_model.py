@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.errors import EngineStateError
-from smoe.load.parts import scoring_rules
+from smoe.load.engine_parts import scoring_rules
 from smoe.models.kv_cache import RowCache
 from smoe.models.read_spec import read_spec
 from smoe.policy.draft_predictions import Expected

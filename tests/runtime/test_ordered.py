@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.expert import EXACT
-from smoe.load import tiers
+from smoe.load import engine_parts
 from smoe.memory.link import CudaLink
 from smoe.memory.reading_threads import Ticket, TicketState
 from smoe.metrics import Counters
@@ -35,7 +35,7 @@ BENCH: dict[str, Any] = {"device": "emulated", "dilation": 1.0}
 def streams(monkeypatch: pytest.MonkeyPatch) -> PumpedStreams:
     """Takes the emulated link's place: some milliseconds of the pump for each expert of a toy."""
     made = PumpedStreams(bytes_per_ms=4096)
-    monkeypatch.setattr(tiers, "EmulatedLink", lambda _: CudaLink(made))
+    monkeypatch.setattr(engine_parts, "EmulatedLink", lambda _: CudaLink(made))
     return made
 
 

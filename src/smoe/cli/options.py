@@ -168,7 +168,7 @@ else:
 def in_container(config: EngineConfig) -> EngineConfig:
     """Return the configuration for a command that may use the whole container, on a CPU. If the container has a memory
     limit and no budget was given, the limit is the memory of the process."""
-    from smoe.load.planned_device import planned_device
+    from smoe.load.device import planned_device
     from smoe.machine.available_memory import container_bytes
     from smoe.machine.device import CPU
 

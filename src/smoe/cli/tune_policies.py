@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from smoe.config import EngineConfig
     from smoe.eval.tournament import Entrant, Tournament
-    from smoe.load.winners import Winner
+    from smoe.load.tuned_settings import Winner
 
 TOKENS = 400
 """The default number of tokens of the text."""
@@ -33,7 +33,7 @@ def tune_policies(model: str, engine: EngineOptions, text: Path | None, tokens: 
     from smoe.cli.keeping import ResultDestination
     from smoe.eval.tournament import hold, tokens_of
     from smoe.load.device import choose_device
-    from smoe.load.winners import CHOICES, remember, where
+    from smoe.load.tuned_settings import CHOICES, remember, where
     from smoe.models.files import fetch
     from smoe.models.read_spec import read_spec
 
@@ -78,7 +78,7 @@ def tune_policies(model: str, engine: EngineOptions, text: Path | None, tokens: 
 def forget_winners(model: str, engine: EngineOptions, as_json: bool) -> None:
     """Delete the stored winners of the given kinds (default: both), and print them."""
     from smoe.cli.console import print_json
-    from smoe.load.winners import CHOICES, forget
+    from smoe.load.tuned_settings import CHOICES, forget
     from smoe.models.files import fetch
 
     named = [kind for kind in CHOICES if getattr(engine, kind) is not None]
@@ -142,7 +142,7 @@ def _interrupted_in_words() -> Iterator[None]:
 def _won(found: Tournament, share: float, source: str, machine: str) -> Winner:
     """Return the winner of a tournament in the form in which it is stored. If the usual policy won, `auto` is stored,
     which changes nothing."""
-    from smoe.load.winners import Winner
+    from smoe.load.tuned_settings import Winner
 
     first, second = found.winner, found.entrants[min(1, len(found.entrants) - 1)]
     name = "auto" if found.stays else first.name

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from smoe.errors import ConfigError
 from smoe.eval.exact_run import CORRECTED, GATE, SPARES, ExactRun, RunListener, Tick, record
 from smoe.eval.recall import Recall, Tally
-from smoe.load.parts import scoring_rules
+from smoe.load.engine_parts import scoring_rules
 from smoe.models.spec import LibrarySpec
 from smoe.prediction.activation_path import NO_EXPERT
 from smoe.runtime.draft_model import Alignment, Draft, Greedy, as_draft

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError, SmoeError
 from smoe.load.cache_weights import cache_weights_of
+from smoe.load.engine_parts import scoring_rules
 from smoe.load.learned_file import NotLearnedError
 from smoe.load.next_use import next_use_of
-from smoe.load.parts import scoring_rules
 from smoe.models.spec import LibrarySpec
 from smoe.policy.eviction.base import EvictionSettings
 from smoe.policy.registry import ONLINE_EVICTION, eviction_kind

@@ -35,9 +35,9 @@ from smoe.errors import ConfigError, SmoeError
 from smoe.eval.eviction_entrants import Refused, evictions_of, refused_by
 from smoe.eval.replay_times import as_waited, on_clock, times_of
 from smoe.generation.teacher_forcing import forced
+from smoe.load.engine_parts import scoring_rules
 from smoe.load.fitted_predictor import fitted_of
 from smoe.load.gate_corrections import corrections_of
-from smoe.load.parts import scoring_rules
 from smoe.load.predictor_name import predictor_name
 from smoe.metrics import Counters
 from smoe.models.spec import LibrarySpec

@@ -19,9 +19,8 @@ from smoe.fastpath.rows_of_pass import RowsOfPass
 from smoe.load.calibration import calibrate
 from smoe.load.clustered import ClusterInputs, cluster_of
 from smoe.load.divide import Divided
-from smoe.load.parts import Parts, balance_of, open_parts
+from smoe.load.engine_parts import EngineParts, Tiers, balance_of, open_parts
 from smoe.load.resolve import Resolved
-from smoe.load.tiers import Tiers
 from smoe.load.worker_files import worker_files
 from smoe.memory.arena import Arena
 from smoe.memory.emulation import Emulation
@@ -29,7 +28,7 @@ from smoe.memory.link import Link
 from smoe.memory.pacing import Pacing
 from smoe.memory.quantised_store import QuantisedStore
 from smoe.memory.store import ExpertStore
-from smoe.models.rotary_lengths import RotaryLengths
+from smoe.models.rotary import RotaryLengths
 from smoe.models.spec import ModelSpec
 from smoe.models.weight_samples import checksum
 from smoe.policy.answering import Answering
@@ -78,7 +77,7 @@ def assemble(
     return cast(OffloadedModel, model)  # the object keeps transformers' class
 
 
-def _build(resolved: Resolved, divided: Divided, parts: Parts, made: ExitStack) -> None:
+def _build(resolved: Resolved, divided: Divided, parts: EngineParts, made: ExitStack) -> None:
     """Build the engine from `parts` and connect it to the model."""
     config, store, pacing = divided.config, resolved.stores[EXACT], parts.pacing
     rate = LoadRate(parts.transfers, parts.tiers.link)
@@ -104,7 +103,7 @@ def _build(resolved: Resolved, divided: Divided, parts: Parts, made: ExitStack) 
 
 def _executor(
     divided: Divided,
-    parts: Parts,
+    parts: EngineParts,
     arrivals: Arrivals,
     answerer: Answerer | None,
     balancer: Sharer | None,
@@ -126,7 +125,7 @@ def _executor(
     )
 
 
-def _engine(resolved: Resolved, divided: Divided, parts: Parts, executor: LayerExecutor) -> Engine:
+def _engine(resolved: Resolved, divided: Divided, parts: EngineParts, executor: LayerExecutor) -> Engine:
     """Return the engine made of the loaded `parts` (slots, threads, predictors) and the executor of steps."""
     config, spec, ledger, store = divided.config, divided.spec, divided.ledger, resolved.stores[EXACT]
     position_bytes = spec.anatomy.kv_bytes_per_token
@@ -167,14 +166,14 @@ def _eviction(divided: Divided) -> EvictionSettings:
     return divided.config.eviction_settings._replace(next_use=divided.learned.next_use)
 
 
-def _units(parts: Parts) -> dict[int, ComputeUnit]:
+def _units(parts: EngineParts) -> dict[int, ComputeUnit]:
     """Return the compute units of this machine that compute experts in parallel with the device, by their number in
     plans (`Serve.unit`)."""
     return {} if parts.host is None else {HOST: parts.host}
 
 
 def _others(
-    resolved: Resolved, divided: Divided, parts: Parts, arrivals: Arrivals, rate: LoadRate, made: ExitStack
+    resolved: Resolved, divided: Divided, parts: EngineParts, arrivals: Arrivals, rate: LoadRate, made: ExitStack
 ) -> Cluster | None:
     """Return the cluster of workers that the settings name, or None. `made` closes the cluster's resources if a later
     step fails."""
@@ -193,7 +192,7 @@ def _others(
     return cluster_of(parts.model, spec, config, arrivals, arithmetic, _units(parts), asked, made)
 
 
-def _speed_up_tokens(parts: Parts, engine: Engine) -> None:
+def _speed_up_tokens(parts: EngineParts, engine: Engine) -> None:
     """Make our kernels compute single tokens through the whole model, if they can. If all experts fit into the slots,
     such tokens need no plans."""
     layers, residents = parts.arithmetic.layers, None

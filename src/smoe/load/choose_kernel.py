@@ -30,7 +30,7 @@ from smoe.fastpath.decoder_layer import OneToken
 from smoe.kernels.experts import TokenExperts
 from smoe.kernels.isa import widest
 from smoe.kernels.spinning_pool import OWN_ORDER_GAIN, SpinningPool, is_supported
-from smoe.load.activations import activations_of, check_activations
+from smoe.load.experts_math import activations_of, check_activations
 from smoe.load.selftest import Prover
 from smoe.load.slot_kernels import in_slots
 from smoe.memory.quantised_store import QuantisedStore

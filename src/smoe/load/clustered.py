@@ -17,9 +17,8 @@ from smoe.compute.unit import ComputeUnit
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError, UnpreparedError
 from smoe.expert import EXACT
-from smoe.load.activations import activations_of
 from smoe.load.check_zmq import check_zmq
-from smoe.load.experts_math import experts_math
+from smoe.load.experts_math import activations_of, experts_math
 from smoe.load.host_slots import host_sizes, reads_directly, size_of
 from smoe.machine.available_memory import free_device_bytes
 from smoe.memory.store import ExpertStore, StoredLayer

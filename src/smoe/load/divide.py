@@ -1,6 +1,6 @@
 """Divides the memory budget, and decides every setting that depends on it: the second step of loading.
 
-Settings that the user left out get values that were measured for the model (`winners.py`, `known.py`).
+Settings that the user left out get values that were measured for the model (`tuned_settings.py`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from smoe.config import EngineConfig
 from smoe.expert import EXACT
 from smoe.load.draft_model import PlannedDraft, planned_draft
 from smoe.load.host_slots import reads_directly
-from smoe.load.known import known_of
 from smoe.load.learned import LearnedValues
 from smoe.load.ledger import make_ledger, resident_share_with
 from smoe.load.resolve import Resolved
-from smoe.load.winners import with_winners
+from smoe.load.tuned_settings import known_of, with_winners
 from smoe.machine.available_memory import free_device_bytes
 from smoe.memory.store import ExpertStore
 from smoe.models.spec import LibrarySpec
@@ -74,7 +73,7 @@ def _settled_reads(
     """Return the settings with the decision whether reads into slots bypass the page cache. Memory must not have been
     allocated yet."""
     if device.type != "cpu" or config.device == EMULATED:
-        return config  # reads go to the host tier (`tiers.py`)
+        return config  # reads go to the host tier (`engine_parts.py`)
     spare = free_device_bytes(device)[0] - ledger.budget_bytes
     is_direct = reads_directly(config, sum(store.total_bytes for store in stores), spare)
     return replace(config, direct_io="on" if is_direct else "off")

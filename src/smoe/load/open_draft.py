@@ -9,7 +9,7 @@ from smoe.kernels.threads import threads
 from smoe.load.build import assemble
 from smoe.load.divide import Divided
 from smoe.load.draft_model import PlannedDraft
-from smoe.load.parts import scoring_rules
+from smoe.load.engine_parts import scoring_rules
 from smoe.load.resolve import Resolved
 from smoe.memory.arena import Arena
 from smoe.memory.pacing import Pacing

@@ -1,10 +1,10 @@
 """Loads a model from a name and settings, in four steps. Each begins when the previous one is complete.
 
-    module       makes      which contains
-    resolve.py   Resolved   the model's files, its structure, and where its experts are stored
-    divide.py    Divided    the memory budget, and the final settings
-    parts.py     Parts      slots, memory tiers, reading threads, and tested kernels
-    build.py     Engine     what computes steps with these parts; it is connected to the model
+    module            makes         which contains
+    resolve.py        Resolved      the model's files, its structure, and where its experts are stored
+    divide.py         Divided       the memory budget, and the final settings
+    engine_parts.py   EngineParts   slots, memory tiers, reading threads, and tested kernels
+    build.py          Engine        what computes steps with these parts; it is connected to the model
 
 In this order, an error is found before anything large is read.
 """
@@ -35,7 +35,7 @@ from smoe.memory.emulation import Emulation
 from smoe.memory.pacing import Pacing
 from smoe.memory.store import StoredLayer
 from smoe.models.checkpoint import Checkpoint
-from smoe.models.parameter_count import count_whole
+from smoe.models.dense import count_whole
 from smoe.models.spec import LibrarySpec, ModelSpec
 from smoe.policy.budget import Ledger
 from smoe.presets import configure

@@ -1,7 +1,7 @@
 """Finds a model's files, its structure and where its experts are stored, and checks the settings against them.
 
-This is the first of the four steps of loading, which make `Resolved`, `Divided`, `Parts` and `Engine`. Each step begins
-when the previous one is complete.
+This is the first of the four steps of loading, which make `Resolved`, `Divided`, `EngineParts` and `Engine`. Each step
+begins when the previous one is complete.
 """
 
 from __future__ import annotations

@@ -9,9 +9,8 @@ import torch
 from smoe.cluster.worker import Served
 from smoe.config import EngineConfig
 from smoe.errors import UnsupportedModelError
-from smoe.load.activations import on_workers
 from smoe.load.clustered import experts_alone
-from smoe.load.experts_math import experts_math
+from smoe.load.experts_math import experts_math, on_workers
 from smoe.load.host_slots import worker_sizes
 from smoe.load.ledger import demand_of, open_store
 from smoe.models.checkpoint import whole_checkpoint

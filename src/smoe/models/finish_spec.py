@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from smoe.config import EngineConfig
 from smoe.errors import CheckpointError, ConfigError
@@ -12,9 +14,12 @@ from smoe.expert import LOW
 from smoe.memory.dtypes import BY_NAME, Dtype
 from smoe.models.described import Described
 from smoe.models.outline import Outline
-from smoe.models.position_limit import position_limit
 from smoe.models.spec import ModelConfig, ModelSpec, own_dtype
 from smoe.units import format_bytes
+
+if TYPE_CHECKING:
+    from smoe.models.spec import ModelConfig
+
 
 DEFAULT_CONTEXT_TOKENS = 4096
 _Spec = TypeVar("_Spec", bound=ModelSpec)
@@ -90,3 +95,45 @@ def _check_used(outline: Outline, path: Path) -> None:
                 f"by {path}, a token would use {top_k} experts of layer {site.layer}, which has only {site.experts}; "
                 "download the file again"
             )
+
+
+_OF_ALL_POSITIONS = ("linear", "dynamic")
+"""Rotary types without an original length, whose factor multiplies `max_position_embeddings`.
+
+transformers' documentation leaves that field unscaled for them. Configurations with rotary parameters by layer (Gemma
+3) contain the scaled number for linear ones.
+"""
+
+
+def position_limit(config: ModelConfig) -> int | None:
+    """Return the largest context length of a model in tokens, or None if the configuration has none.
+
+    The length is `max_position_embeddings`, or the rotary scaling's factor times its original length if the product is
+    larger. (Qwen's instructions to enable YaRN leave `max_position_embeddings` unchanged.)
+    """
+    text = config.get_text_config()
+    named = _count(getattr(text, "max_position_embeddings", None))
+    if not named:
+        return None
+    tables = getattr(text, "rope_parameters", None)
+    tables = tables if isinstance(tables, dict) else {}
+    nested = [table for table in tables.values() if isinstance(table, dict)]
+    reached = [_scaled(table, named, is_alone=not nested) for table in nested or [tables]]
+    return max(named, *reached)
+
+
+def _scaled(table: Mapping[str, Any], named: int, is_alone: bool) -> int:
+    """Return the context length of scaled rotary embeddings: factor times original length, or 0 if either is
+    missing."""
+    factor: Any = table.get("factor")
+    kind = table.get("rope_type")
+    original = _count(table.get("original_max_position_embeddings"))
+    if not original and kind in _OF_ALL_POSITIONS and (is_alone or kind == "dynamic"):
+        original = named
+    is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool) and isfinite(factor)
+    return int(factor * original) if is_number else 0
+
+
+def _count(value: Any) -> int:
+    """Return `value` if it is a positive integer, and 0 for any other value."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0

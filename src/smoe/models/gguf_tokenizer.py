@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from smoe.errors import UnsupportedModelError
 from smoe.memory.gguf_header import GgufHeader
+from smoe.models.config_file import check_values
 from smoe.models.files import naming
-from smoe.models.generation_file import check_values
 from smoe.models.gguf_backend import add_whole_tokens, by_scores, byte_level, unsplit
 from smoe.models.gguf_families import FAMILIES, architecture_of
 from smoe.models.gguf_splits import SPLITS, Split

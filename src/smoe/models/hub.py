@@ -19,7 +19,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from smoe.errors import ModelError, SmoeError
 from smoe.models.gguf_names import labels_of
-from smoe.models.stated_quantisation import MODELOPT_FILE
+from smoe.models.released_schemes import MODELOPT_FILE
 
 HINT = "; check the name, the network, and for gated models that you are logged in (hf auth login)"
 """The advice at the end of messages about models that the hub does not provide."""

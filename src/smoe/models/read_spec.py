@@ -9,12 +9,12 @@ from transformers import PretrainedConfig
 from smoe.config import EngineConfig
 from smoe.errors import UnsupportedModelError
 from smoe.models.checkpoint import Checkpoint, described_checkpoint
+from smoe.models.dense import separate
 from smoe.models.examine import examine, outline_of
 from smoe.models.experts import find_sites, meta_model
 from smoe.models.files import naming
 from smoe.models.finish_spec import choose_context, choose_dtype, finished
 from smoe.models.spec import LibrarySpec, own_dtype
-from smoe.models.tied_weights import separate
 
 
 def read_spec(model: str | Path, config: EngineConfig, revision: str | None = None) -> LibrarySpec:

@@ -13,19 +13,21 @@ from smoe.errors import ModelError
 from smoe.memory.checkpoint_json import read_object
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import StoredLayer
-from smoe.models.config_file import check_config
-from smoe.models.dense import check_loaded, move_to_own_memory, quiet_library
+from smoe.models.config_file import check_config, check_generation
+from smoe.models.dense import check_loaded, move_to_own_memory, quiet_library, stored_apart
 from smoe.models.expert_index import index_experts, stored_as
 from smoe.models.experts import auto_class, without_expert_weights
 from smoe.models.files import naming
-from smoe.models.generation_file import check_generation
-from smoe.models.library_family import family_doubts, read_library_config
-from smoe.models.own_implementations import check_implementations, with_own_implementations
+from smoe.models.library_family import (
+    check_implementations,
+    family_doubts,
+    read_library_config,
+    with_own_implementations,
+)
 from smoe.models.registration import register_local_families
 from smoe.models.released_layers import load_released, quantised_layers
 from smoe.models.safetensors_sizes import SafetensorsSizes
 from smoe.models.spec import LibrarySpec, ModelSpec
-from smoe.models.tied_weights import stored_apart
 
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _TOKENIZER_FILE = re.compile(r"tokenizer|special_tokens|added_tokens|vocab|merges|chat_template")

@@ -20,11 +20,10 @@ from smoe.models.file_bytes import FileBytes, bytes_of_files, expected_bytes
 from smoe.models.mxfp4_experts import check_mxfp4, has_mxfp4_experts, joined
 from smoe.models.mxfp4_experts import form_of as mxfp4_form
 from smoe.models.packed import Contents, Packed, bytes_in_precision, experts_in_precision, not_gatherable, read_packed
-from smoe.models.released_schemes import Scheme, read_scheme
+from smoe.models.released_schemes import Scheme, Stated, read_scheme, stated_quantisation
 from smoe.models.released_sizes import expected_layers, released_expert_bytes
 from smoe.models.released_tensors import joined as released
 from smoe.models.spec import ModelSpec
-from smoe.models.stated_quantisation import Stated, stated_quantisation
 from smoe.models.stored_experts import stored_expert_bytes
 
 _PUBLISHED_AS = {"kimi_k2": ("DeepseekV3ForCausalLM", "deepseek_v3")}

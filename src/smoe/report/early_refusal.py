@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from smoe.bounds import EMULATED
 from smoe.config import EngineConfig
+from smoe.load.device import planned_device
 from smoe.load.ledger import fit_context, make_ledger, open_if_here, outside_budget
-from smoe.load.planned_device import planned_device
 from smoe.machine.device import CPU
 from smoe.models.files import local_place
 from smoe.models.model_sizes import by_arithmetic

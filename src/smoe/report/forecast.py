@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from smoe.bounds import EMULATED
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
+from smoe.load.device import device_for
 from smoe.load.learned import expected_bytes
 from smoe.load.ledger import (
     demand_of,
@@ -28,9 +29,8 @@ from smoe.load.ledger import (
     resident_share_with,
     shortages_of,
 )
-from smoe.load.planned_device import device_for
 from smoe.load.predictor_name import predictor_name
-from smoe.load.winners import with_winners
+from smoe.load.tuned_settings import with_winners
 from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.machine.device import AnyDevice
 from smoe.machine.floor import Floor, Rates, StepBytes, floor_of, step_at

@@ -228,7 +228,7 @@ class Scene:
     machine: DeviceProfile
     ledger: Ledger
     config: EngineConfig
-    """The settings, in which every `auto` is already replaced by a choice (`load/known.py`)."""
+    """The settings, in which every `auto` is already replaced by a choice (`load/tuned_settings.py`)."""
     predictor: str
     """The name of the predictor used in decode (`load/predictor_name.py`)."""
     prices: PriceTable | None = None

@@ -15,7 +15,7 @@ from typing import Any
 
 from smoe.config import EngineConfig
 from smoe.errors import BudgetError, ConfigError, UnsupportedModelError
-from smoe.load.known import ResolvedSettings, known_of
+from smoe.load.tuned_settings import ResolvedSettings, known_of
 from smoe.memory.emulation import DeviceProfile
 from smoe.models.described import Described
 from smoe.models.finish_spec import with_experts_of

@@ -25,7 +25,7 @@ from smoe.metrics import Counters
 from smoe.models.guards import not_copied
 from smoe.models.kv_cache import RowCache
 from smoe.models.outline import Anatomy
-from smoe.models.rotary_lengths import RotaryLengths
+from smoe.models.rotary import RotaryLengths
 from smoe.policy.budget import Ledger
 from smoe.policy.eviction.base import Eviction, EvictionSettings
 from smoe.policy.registry import make_eviction_for

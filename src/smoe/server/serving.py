@@ -24,7 +24,7 @@ from smoe.generation.choices import end_tokens
 from smoe.generation.loop import DecodeLoop
 from smoe.generation.request import End, Piece, Request
 from smoe.machine.native_heap import give_back_heap
-from smoe.models.position_limit import position_limit
+from smoe.models.finish_spec import position_limit
 from smoe.runtime.engine import Engine
 from smoe.server.body import AskedFields, UnknownFields, asked_of, body_of
 from smoe.server.fields import UP_TO_THE_CONTEXT

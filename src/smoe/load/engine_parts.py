@@ -3,7 +3,7 @@ the third step of loading."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from time import perf_counter
 from typing import NamedTuple
@@ -18,20 +18,29 @@ from smoe.config import EngineConfig
 from smoe.errors import ConfigError, UnsupportedModelError
 from smoe.expert import EXACT
 from smoe.kernels.spinning_pool import SpinningPool, is_supported
-from smoe.load.activations import activations_of
 from smoe.load.choose_kernel import ChosenArithmetic, choose_arithmetic, is_native
 from smoe.load.divide import Divided
-from smoe.load.experts_math import experts_math
+from smoe.load.experts_math import activations_of, experts_math
+from smoe.load.host_slots import host_sizes, reads_directly, size_of
 from smoe.load.predictor_name import predictor_name
 from smoe.load.resolve import Resolved
 from smoe.load.selftest import Prover, proven_sums
-from smoe.load.tiers import Tiers, make_tiers
-from smoe.machine.processor import reading_threads
+from smoe.machine.available_memory import free_device_bytes, less_margin
+from smoe.machine.processor import reading_threads, usable_cores
 from smoe.memory.arena import Arena
+from smoe.memory.emulation import Emulation
+from smoe.memory.expert_files import DiskReader
+from smoe.memory.host import HostTier
+from smoe.memory.link import CudaLink, EmulatedLink, Link
+from smoe.memory.movers import Filler, HostMover, SlotMover
 from smoe.memory.pacing import Pacing
-from smoe.memory.reading_threads import Transfers
+from smoe.memory.page_lock import CudaRegistry
+from smoe.memory.reading_threads import Mover, Transfers
+from smoe.memory.store import ExpertStore
+from smoe.memory.streams import CudaStreams
 from smoe.models.scoring import ScoringRule, check_weighs_outputs, find_rule
 from smoe.models.spec import ModelSpec
+from smoe.policy.budget import SlotClass
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.prediction import ASKED, Predictor
 from smoe.policy.registry import predictor_kind
@@ -42,7 +51,17 @@ from smoe.runtime.arrivals import Arrivals
 from smoe.runtime.running_ahead import DraftRouting
 
 
-class Parts(NamedTuple):
+class Tiers(NamedTuple):
+    """The memory tiers below the device, and the mover that loads experts through them."""
+
+    mover: Mover
+    filler: Filler
+    host: HostTier | None = None
+    """The host tier; None if slots are in host memory themselves."""
+    link: Link | None = None
+
+
+class EngineParts(NamedTuple):
     """The memory tiers, threads, predictors and tested kernels from which an engine is built. Its slots are empty."""
 
     model: PreTrainedModel
@@ -71,9 +90,9 @@ def open_parts(
     divided: Divided,
     made: ExitStack,
     on_host_tier: Callable[[int], None] | None,
-) -> Parts:
-    """Make the parts of an engine (`Parts`) for `model`, which was built without experts. `made` closes them if a later
-    step fails.
+) -> EngineParts:
+    """Make the parts of an engine for `model`, which was built without experts. `made` closes them if a later step
+    fails.
 
     `on_host_tier` is called with the bytes of host memory that are allocated and locked for a GPU, because this takes a
     while. Raises `UnsupportedModelError` if experts or a required scoring rule cannot be verified. Raises `ConfigError`
@@ -95,7 +114,7 @@ def open_parts(
             # an emulated device is timed with torch's products (docs/log/device.md)
             host.multiply_by(SpinningPool(_host_threads(pacing), in_own_order=not is_supported()))
     arithmetic = _proven_arithmetic(model, resolved, divided, table, transfers, arena, made)
-    return Parts(model, arena, table, pacing, tiers, transfers, host, arithmetic, rules, predictors, draft)
+    return EngineParts(model, arena, table, pacing, tiers, transfers, host, arithmetic, rules, predictors, draft)
 
 
 def balance_of(config: EngineConfig, tiers: Tiers) -> str:
@@ -196,3 +215,40 @@ def scoring_rules(model: PreTrainedModel, spec: ModelSpec) -> dict[int, ScoringR
         hidden, top_k = spec.config.get_text_config().hidden_size, spec.anatomy.top_k[site.layer]
         rules[site.layer] = find_rule(modules[name], block, hidden, site.experts, top_k, site.layer)
     return rules
+
+
+def make_tiers(
+    stores: Mapping[int, ExpertStore],
+    arena: Arena,
+    table: SlotTable,
+    classes: Sequence[SlotClass],
+    config: EngineConfig,
+    pacing: Pacing,
+    on_host_tier: Callable[[int], None] | None,
+) -> Tiers:
+    """Return the memory tiers: a host tier and a link for a device with its own memory; for a CPU, reads directly into
+    slots.
+
+    `stores` is by format; `classes` are the slot classes of the ledger, of all formats. `on_host_tier` is called with
+    the bytes of host memory that will be allocated and locked for a GPU.
+    """
+    free, _ = free_device_bytes(torch.device("cpu"))
+    total_bytes = sum(store.total_bytes for store in stores.values())
+    if arena.device.type == "cpu" and not pacing.is_emulated:
+        reader = DiskReader(reads_directly(config, total_bytes, free - arena.nbytes))
+        filler = Filler(stores, reader)
+        return Tiers(SlotMover(filler, reader, arena), filler)
+    budget = config.host_memory_bytes if config.host_memory_bytes is not None else less_margin(free)
+    # two for each reading thread (a demand load within a prefetch), and one for the CPU
+    least = 2 * reading_threads(config) + 1
+    sizes = host_sizes(classes, budget, least)
+    nbytes = sum(slots * each for slots, each in sizes)
+    is_direct = reads_directly(config, total_bytes, free - nbytes)
+    reader = DiskReader(is_direct)
+    filler = Filler(stores, reader)
+    registry = None if pacing.is_emulated else CudaRegistry(arena.device)
+    if registry is not None and on_host_tier is not None:
+        on_host_tier(nbytes)
+    host = HostTier(sizes, size_of(classes), lambda key: key in table.ready, registry, is_direct, usable_cores())
+    link: Link = EmulatedLink(pacing) if isinstance(pacing, Emulation) else CudaLink(CudaStreams(arena.device))
+    return Tiers(HostMover(filler, reader, host, arena, link), filler, host, link)
