@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from smoe.compute.decode_experts import DecodeExperts, way_of
+from smoe.compute.decode_experts import ChosenExperts, DecodeExperts, way_of
 from smoe.compute.expert_math import DenseWeights, ProvenKernels, Weights
 from smoe.kernels.elementwise import activation_table
 from smoe.kernels.experts import MOST_EXPERTS, MOST_TOKENS, TokenExperts
@@ -72,7 +72,7 @@ def both_ways(
     for kernel in (ours, None):
         ways_of = {"forward": forward, "forward_each": forward_each}
         math: Any = SimpleNamespace(kernels=ProvenKernels(token=kernel), sums_as_weights=False, **ways_of)
-        ways.append(way_of([math], None)([math] * len(rest[0]), hidden, gains, *rest))
+        ways.append(way_of([math], None)(ChosenExperts([math] * len(rest[0]), hidden, gains, *rest)))
     return ways[0], ways[1]
 
 
@@ -175,7 +175,7 @@ def test_each_copy_is_computed_by_its_own_arithmetic(tokens: int) -> None:
     maths = [kinds[n] for n in (0, 1, 1, 0)]
     hidden, gains = torch.randn(tokens, HIDDEN).bfloat16(), torch.rand(tokens, 4)
     routes = [[4 * token + n for token in range(tokens)] for n in range(4)]
-    run = way_of(maths, None)(maths, hidden, gains, routes, range(4))
+    run = way_of(maths, None)(ChosenExperts(maths, hidden, gains, routes, range(4)))
     run.compute(0, weights)
     expected = torch.zeros_like(hidden)
     for n, scales in enumerate((1, -2, -2, 1)):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from smoe.compute.decode_experts import DecodeExperts, way_of
+from smoe.compute.decode_experts import ChosenExperts, DecodeExperts, way_of
 from smoe.compute.expert_math import ProvenKernels
 from smoe.compute.in_slots import InSlots
 from smoe.formats.registry import FORMATS
@@ -43,7 +43,7 @@ class Layer:
         maths: list[Any] = [SimpleNamespace(kernels=ProvenKernels(slots=KERNELS[id(of)])) for of in self.slots]
         routes = [self.routes[expert] for expert in self.order]
         ascending = sorted(range(len(self.order)), key=lambda n: self.order[n])
-        return way_of(maths, None)(maths, self.x.to(DEVICE), self.gains.to(DEVICE), routes, ascending)
+        return way_of(maths, None)(ChosenExperts(maths, self.x.to(DEVICE), self.gains.to(DEVICE), routes, ascending))
 
     def weights(self, n: int) -> Any:
         return SimpleNamespace(addresses=self.slots[n].addresses(self.order[n]))
@@ -99,7 +99,9 @@ def test_a_padded_token_gets_nothing() -> None:
 
 def test_more_tokens_than_the_kernels_take_go_another_way() -> None:
     maths: list[Any] = [SimpleNamespace(kernels=ProvenKernels(slots=KERNELS[id(OWN)]))]
-    run = way_of(maths, None)(maths, torch.ones(MOST_TOKENS + 1, HIDDEN), torch.ones(MOST_TOKENS + 1, 1), [[0]], [0])
+    many = torch.ones(MOST_TOKENS + 1, HIDDEN), torch.ones(MOST_TOKENS + 1, 1)
+    run = way_of(maths, None)(ChosenExperts(maths, *many, [[0]], [0]))
     assert not isinstance(run, InSlots)
     mixed: list[Any] = [*maths, SimpleNamespace(kernels=ProvenKernels())]
-    assert not isinstance(way_of(mixed, None)(mixed, torch.ones(1, 2), torch.ones(1, 2), [[0], [1]], [0, 1]), InSlots)
+    chosen = ChosenExperts(mixed, torch.ones(1, 2), torch.ones(1, 2), [[0], [1]], [0, 1])
+    assert not isinstance(way_of(mixed, None)(chosen), InSlots)

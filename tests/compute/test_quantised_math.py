@@ -12,7 +12,7 @@ from transformers import GptOssConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from smoe.compute.decode_experts import proven_kernel, way_of
+from smoe.compute.decode_experts import ChosenExperts, proven_kernel, way_of
 from smoe.compute.expert_math import ProvenKernels
 from smoe.compute.quantised_math import QuantisedMath, QuantisedWeights, UnpackedTile
 from smoe.formats.base import Format
@@ -193,7 +193,8 @@ def test_tokens_in_one_piece(layer: Layer, tokens: int, pool: SpinningPool) -> N
     index = torch.stack([torch.tensor([0, 1 + token % 2]) for token in range(tokens)])
     routes = [[r for r, expert in enumerate(index.flatten().tolist()) if expert == n] for n in range(EXPERTS)]
     used = [n for n in range(EXPERTS) if routes[n]]
-    run = way_of([layer.math], None)([layer.math] * len(used), x, gains, [routes[n] for n in used], range(len(used)))
+    taken = [routes[n] for n in used]
+    run = way_of([layer.math], None)(ChosenExperts([layer.math] * len(used), x, gains, taken, range(len(used))))
     run.compute(0, [weights[n] for n in used])
     assert near(run.total(), layer.library(x, index, gains))
 
@@ -217,7 +218,7 @@ def test_two_formats_in_one_call(tokens: int, has_kernels: bool, request: pytest
     routes = [[route for route, number in enumerate(flat) if number == n] for n in used]
     maths, weights = [layers[copies[n][0]].math for n in used], [of_format[copies[n][0]][copies[n][1]] for n in used]
     ascending = sorted(range(len(used)), key=lambda n: used[n])
-    run = way_of(maths, None)(maths, x, gains, routes, ascending)
+    run = way_of(maths, None)(ChosenExperts(maths, x, gains, routes, ascending))
     cut = len(used) // 2
     run.compute(0, weights[:cut])
     run.compute(cut, weights[cut:])
@@ -225,7 +226,9 @@ def test_two_formats_in_one_call(tokens: int, has_kernels: bool, request: pytest
     for n in ascending:
         for route in routes[n]:
             token = route // 2
-            one = way_of([maths[n]], None)([maths[n]], x[token : token + 1], torch.ones(1, 1), [[0]], [0])
+            one = way_of([maths[n]], None)(
+                ChosenExperts([maths[n]], x[token : token + 1], torch.ones(1, 1), [[0]], [0])
+            )
             one.compute(0, [weights[n]])
             expected[token] += (one.total()[0] * gains.flatten()[route]).bfloat16()
     assert near(run.total(), expected)

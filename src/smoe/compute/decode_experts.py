@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -28,6 +28,32 @@ _PROOF_EXPERTS = 8
 
 Routes = Sequence[Sequence[int]]
 """For every expert, in the order of the plan, its flat positions t * K + k in the choice [T, K]."""
+
+
+class ChosenExperts(NamedTuple):
+    """The experts of one layer that T tokens have chosen, in the order of the layer's plan."""
+
+    maths: Sequence[ExpertMath]
+    """The arithmetic of each expert's copy."""
+    hidden: torch.Tensor
+    """[T, H]"""
+    top_k_weights: torch.Tensor
+    """[T, K]"""
+    routes: Routes
+    ascending: Sequence[int]
+    """The experts' numbers in the order of the sum."""
+
+    @property
+    def routes_by_token(self) -> list[list[int]]:
+        """For every token its routes, ordered by ascending expert, which is the order of the sum."""
+        tokens, width = self.top_k_weights.shape
+        if tokens == 1:
+            return [[route for n in self.ascending for route in self.routes[n]]]
+        found: list[list[int]] = [[] for _ in range(tokens)]
+        for n in self.ascending:
+            for route in self.routes[n]:
+                found[route // width].append(route)
+        return found
 
 
 class DecodeExperts(Protocol):
@@ -50,12 +76,8 @@ class DecodeExperts(Protocol):
         """Return the weighted sum of the outputs of all experts of the layer, [T, H]."""
 
 
-Way: TypeAlias = Callable[
-    [Sequence[ExpertMath], torch.Tensor, torch.Tensor, Routes, Sequence[int]],
-    DecodeExperts,
-]
-"""A function (maths, hidden [T, H], top_k_weights [T, K], routes, ascending) that begins a layer's experts: `maths` has
-the arithmetic for each expert's copy; `ascending` has the experts' numbers in the order of the sum."""
+Way: TypeAlias = Callable[[ChosenExperts], DecodeExperts]
+"""A function that begins a layer's experts."""
 
 
 Begin: TypeAlias = Callable[[Sequence[Serve], torch.Tensor, torch.Tensor], DecodeExperts]
@@ -71,7 +93,8 @@ def begin_of(maths: Mapping[int, ExpertMath], thread_pool: ThreadPool | None) ->
     def begin(serves: Sequence[Serve], hidden: torch.Tensor, top_k_weights: torch.Tensor) -> DecodeExperts:
         ascending = sorted(range(len(serves)), key=lambda n: serves[n].key)
         routes = [serve.routes for serve in serves]
-        return way([maths[serve.key[2]] for serve in serves], hidden, top_k_weights, routes, ascending)
+        own = [maths[serve.key[2]] for serve in serves]
+        return way(ChosenExperts(own, hidden, top_k_weights, routes, ascending))
 
     return begin
 
@@ -86,44 +109,23 @@ def way_of(maths: Sequence[ExpertMath], thread_pool: ThreadPool | None) -> Way:
     return partial(_by_operations, thread_pool)
 
 
-def _in_slots(
-    maths: Sequence[ExpertMath],
-    hidden: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    routes: Routes,
-    ascending: Sequence[int],
-) -> DecodeExperts:
-    if hidden.shape[0] > MOST_IN_SLOTS:
-        return _by_operations(None, maths, hidden, top_k_weights, routes, ascending)
-    kernels = [math.kernels.slots for math in maths if math.kernels.slots is not None]
-    tokens, width = top_k_weights.shape
-    return InSlots(kernels, hidden, top_k_weights, routes, _by_token(tokens, width, routes, ascending))
+def _in_slots(chosen: ChosenExperts) -> DecodeExperts:
+    if chosen.hidden.shape[0] > MOST_IN_SLOTS:
+        return _by_operations(None, chosen)
+    kernels = [math.kernels.slots for math in chosen.maths if math.kernels.slots is not None]
+    return InSlots(kernels, chosen.hidden, chosen.top_k_weights, chosen.routes, chosen.routes_by_token)
 
 
-def _in_one_piece(
-    maths: Sequence[ExpertMath],
-    hidden: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    routes: Routes,
-    ascending: Sequence[int],
-) -> DecodeExperts:
-    if hidden.shape[0] > MOST_TOKENS:
-        return _by_operations(None, maths, hidden, top_k_weights, routes, ascending)
-    kernels = [math.kernels.token for math in maths if math.kernels.token is not None]
-    return _InOnePiece(maths, kernels, hidden, top_k_weights, routes, ascending)
+def _in_one_piece(chosen: ChosenExperts) -> DecodeExperts:
+    if chosen.hidden.shape[0] > MOST_TOKENS:
+        return _by_operations(None, chosen)
+    return _InOnePiece(chosen, [math.kernels.token for math in chosen.maths if math.kernels.token is not None])
 
 
-def _by_operations(
-    thread_pool: ThreadPool | None,
-    maths: Sequence[ExpertMath],
-    hidden: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    routes: Routes,
-    ascending: Sequence[int],
-) -> DecodeExperts:
-    if hidden.shape[0] == 1 and all(len(some) == 1 for some in routes):
-        return _OneByOperations(maths, thread_pool, hidden, top_k_weights, routes, ascending)
-    return _SeveralByOperations(maths, hidden, top_k_weights, routes, ascending)
+def _by_operations(thread_pool: ThreadPool | None, chosen: ChosenExperts) -> DecodeExperts:
+    if chosen.hidden.shape[0] == 1 and all(len(some) == 1 for some in chosen.routes):
+        return _OneByOperations(chosen, thread_pool)
+    return _SeveralByOperations(chosen)
 
 
 def routes_on_device(routes: Routes, width: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -143,9 +145,9 @@ def proven_kernel(math: ExpertMath, pool: SpinningPool, weights: Weights) -> Tok
         return None
     x = torch.randn(1, math.hidden, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     gains, order = torch.rand(1, _PROOF_EXPERTS).to(torch.bfloat16), range(_PROOF_EXPERTS)
-    routes = [[n] for n in order]
-    ours = _InOnePiece([math] * _PROOF_EXPERTS, [kernel] * _PROOF_EXPERTS, x, gains, routes, order)
-    theirs = _OneByOperations([math] * _PROOF_EXPERTS, None, x, gains, routes, order)
+    chosen = ChosenExperts([math] * _PROOF_EXPERTS, x, gains, [[n] for n in order], order)
+    ours = _InOnePiece(chosen, [kernel] * _PROOF_EXPERTS)
+    theirs = _OneByOperations(chosen, None)
     for way in (ours, theirs):
         way.compute(0, [weights] * _PROOF_EXPERTS)
     if not math.is_proof(pool, ours.total(), theirs.total()):
@@ -156,19 +158,10 @@ def proven_kernel(math: ExpertMath, pool: SpinningPool, weights: Weights) -> Tok
 class _OneByOperations:
     """Computes one token through its experts by torch's operations, on the threads of a pool if there is one."""
 
-    def __init__(
-        self,
-        maths: Sequence[ExpertMath],
-        thread_pool: ThreadPool | None,
-        hidden: torch.Tensor,
-        top_k_weights: torch.Tensor,
-        routes: Routes,
-        ascending: Sequence[int],
-    ) -> None:
-        self._maths = maths
+    def __init__(self, chosen: ChosenExperts, thread_pool: ThreadPool | None) -> None:
+        self._maths, hidden, top_k_weights, routes, self._ascending = chosen
         self._thread_pool = thread_pool
         self._hidden = hidden
-        self._ascending = ascending
         taken = on_device([route for (route,) in routes], hidden.device)
         self._gains = top_k_weights[0].index_select(0, taken).unsqueeze(1)
         self._stacked = hidden.new_empty(len(routes), hidden.shape[1])
@@ -204,18 +197,10 @@ class _OneByOperations:
 class _SeveralByOperations:
     """Computes several tokens through their experts by torch's operations, one expert after the other."""
 
-    def __init__(
-        self,
-        maths: Sequence[ExpertMath],
-        hidden: torch.Tensor,
-        top_k_weights: torch.Tensor,
-        routes: Routes,
-        ascending: Sequence[int],
-    ) -> None:
-        self._maths = maths
+    def __init__(self, chosen: ChosenExperts) -> None:
+        self._maths, hidden, top_k_weights, routes, self._ascending = chosen
         self._hidden = hidden
         self._gains = top_k_weights.reshape(-1, 1)
-        self._ascending = ascending
         self._routes = routes_on_device(routes, top_k_weights.shape[1], hidden.device)
         """Every expert's routes and their tokens."""
         self._outputs: list[torch.Tensor | None] = [None] * len(routes)
@@ -246,24 +231,17 @@ class _InOnePiece:
     Output rows are ordered by token, and those of a token by ascending expert.
     """
 
-    def __init__(
-        self,
-        maths: Sequence[ExpertMath],
-        kernels: Sequence[TokenExperts],
-        hidden: torch.Tensor,
-        top_k_weights: torch.Tensor,
-        routes: Routes,
-        ascending: Sequence[int],
-    ) -> None:
-        self._maths = maths
+    def __init__(self, chosen: ChosenExperts, kernels: Sequence[TokenExperts]) -> None:
+        """`kernels`: one for each expert."""
+        self._maths, hidden, top_k_weights, routes, _ = chosen
         self._kernels = kernels
         self._kernel = kernels[0]
         """The kernel for copies of all formats. Kernels of different formats differ only in the number of rows that
         they allow; the matrices are arguments."""
         self._hidden = hidden.contiguous()
-        tokens, width = top_k_weights.shape
+        width = top_k_weights.shape[1]
         given = top_k_weights.flatten().tolist()
-        ordered = _by_token(tokens, width, routes, ascending)
+        ordered = chosen.routes_by_token
         row_of = {route: row for row, route in enumerate([route for token in ordered for route in token])}
         self._places = [[(route // width, row_of[route]) for route in some] for some in routes]
         """For each expert, its routes in their order, each as (token, row of the outputs)."""
@@ -310,14 +288,3 @@ class _InOnePiece:
 
     def total(self) -> torch.Tensor:
         return self._out
-
-
-def _by_token(tokens: int, width: int, routes: Routes, ascending: Sequence[int]) -> list[list[int]]:
-    """Return for every token its routes, ordered by ascending expert, which is the order of the sum."""
-    if tokens == 1:
-        return [[route for n in ascending for route in routes[n]]]
-    found: list[list[int]] = [[] for _ in range(tokens)]
-    for n in ascending:
-        for route in routes[n]:
-            found[route // width].append(route)
-    return found
