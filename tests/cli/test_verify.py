@@ -42,7 +42,7 @@ def test_every_layer_is_equal(run, checkpoint):
         ),
         (("--tokens", 63), "a prompt of 63 tokens"),
         (("--alpha", 0.3), "--alpha 0.3 replaces experts"),
-        (("--preset", "smoe"), "--preset smoe-exact instead of smoe"),
+        (("--preset", "smoe"), "instead of --preset smoe, give --preset smoe-exact"),
     ],
 )
 def test_what_cannot_be_checked_is_refused_before_anything_is(run, checkpoint, asked, says):

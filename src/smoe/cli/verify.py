@@ -90,8 +90,8 @@ def _verify(model: str, engine: EngineOptions, tokens: int, seed: int, is_quiet:
     config = engine.config()
     if config.alpha > 0:
         raise ConfigError(
-            f"--alpha {config.alpha:g} replaces experts, and smoe verify can only check the lossless model: leave "
-            "out --alpha, and use --preset smoe-exact instead of smoe",
+            f"--alpha {config.alpha:g} replaces experts, but smoe verify can only check the lossless model: leave "
+            "out --alpha; instead of --preset smoe, give --preset smoe-exact",
             setting="alpha",
             given=config.alpha,
             allowed="0 for smoe verify",

@@ -225,8 +225,8 @@ def parse_work(frame: Frame, experts: Mapping[int, int], hidden: int, as_bits: b
     for layer, expert, count in asks.tolist():
         if expert >= experts.get(layer, 0) or not count:
             raise FrameError(
-                f"a WORK message requests expert {expert} of layer {layer} for {count} tokens; that layer has "
-                f"{experts.get(layer, 0)} experts"
+                f"a WORK message requests expert {expert} of layer {layer}, which has {experts.get(layer, 0)} experts, "
+                f"for {count} tokens; an expert must exist and have at least one token"
             )
         wanted.append(ExpertTask((layer, expert, EXACT), tokens[begin : begin + count].tolist()))
         begin += count

@@ -115,7 +115,8 @@ class PromptAttention:
 
 @functools.cache
 def compiled(isa: Isa, size: int, vectors: int) -> int:
-    """Return the address of the prompt attention kernel, which is compiled once per process."""
+    """Return the address of the prompt attention kernel for heads of `size` elements and blocks of `vectors` registers.
+    The kernel of each combination is compiled once per process."""
     from smoe.kernels import prompt_tiles  # requires llvmlite, which is optional
 
     signature = (ctypes.c_void_p, ctypes.c_longlong)

@@ -75,7 +75,7 @@ class TokenRouter:
 
     @property
     def gains_at(self) -> int:
-        """The address of the routing weights in ascending order of experts: float32 [K]."""
+        """The address of the routing weights of the chosen experts, ordered by expert number: float32 [K]."""
         return self._gains.ctypes.data
 
     def complete(self, matrices: np.ndarray, places: np.ndarray, tasks: object) -> None:

@@ -134,7 +134,7 @@ class DotSum:
             self._widen()
 
     def pin(self) -> None:
-        """Make LLVM compute the sum of the products added until now before the following instructions
+        """Make LLVM finish the sum of the products added so far before it begins the instructions that follow
         (`Code.pinned`)."""
         if self._halves is not None:
             self._halves = self._code.pinned(self._halves)

@@ -92,8 +92,8 @@ def _check_used(outline: Outline, path: Path) -> None:
         top_k = outline.anatomy.top_k.get(site.layer)
         if top_k is None or not 1 <= top_k <= site.experts:
             raise CheckpointError(
-                f"by {path}, a token would use {top_k} experts of layer {site.layer}, which has only {site.experts}; "
-                "download the file again"
+                f"according to {path}, a token uses {top_k} experts of layer {site.layer}, which has only "
+                f"{site.experts}; download the file again"
             )
 
 

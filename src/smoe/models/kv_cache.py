@@ -181,8 +181,8 @@ class RowCache(DynamicCache):
             raise ValueError(f"cannot rewind a cache of {self.length} tokens to {length}")
         if length < self.length and not self.can_rewind:
             raise EngineStateError(
-                "this cache cannot forget tokens, because the model has layers with a recurrent state; start a new "
-                "cache"
+                "tokens cannot be removed from this cache, because the model has layers with a recurrent state; start "
+                "a new cache"
             )
         self.length = length
 

@@ -75,7 +75,7 @@ class Anatomy:
 
 @dataclass(frozen=True)
 class Outline:
-    """The weights, buffers, experts and caches of a model, with sizes for one dtype."""
+    """The weights, buffers, experts and caches of a model, with their sizes in bytes for one dtype of the weights."""
 
     weights: Mapping[str, Weight]
     """Weights by their transformers names; tied weights occur once."""

@@ -2,8 +2,8 @@
 the expert, or to compute the expert on the CPU of a machine with a device.
 
 A load costs the copy's bytes times the seconds per byte of recent loads. Loads are disk reads or, on a device with
-memory of its own, copies over the link. If a CPU computes experts in parallel with the device, the balancer's
-measurements are used for loads and for the CPU.
+memory of its own, copies over the link to it, such as PCIe. If a CPU computes experts in parallel with the device, the
+measurements of the balancer, which divides the experts between the two, are used for loads and for the CPU.
 """
 
 from __future__ import annotations

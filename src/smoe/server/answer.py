@@ -93,7 +93,7 @@ class EndpointAnswer(ABC):
         """Return the body of the finished response."""
 
     def _begun(self) -> bytes:
-        """Return the events at the beginning of the stream, before the events of all texts."""
+        """Return the events that begin the stream, before those of any text."""
         return b""
 
     @abstractmethod
@@ -111,7 +111,7 @@ class EndpointAnswer(ABC):
 
 
 def head_of(serving: Serving, prefix: str) -> dict[str, Any]:
-    """Return the fields with which the body, or each chunk of a stream, begins."""
+    """Return the fields with which the body, or each chunk of a stream, begins. Its id begins with `prefix`."""
     return {
         "id": prefix + secrets.token_hex(12),
         "created": int(time.time()),

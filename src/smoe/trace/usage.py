@@ -155,8 +155,8 @@ def by_sequence(paths: Paths) -> BySequence:
         count = min(PARTS, len(found[0]) // _LEAST_PART)
         if count < 2:
             raise ConfigError(
-                f"one sequence of {len(found[0])} tokens is too short to compare its parts; record a longer "
-                "sequence, or several"
+                f"one sequence of {len(found[0])} tokens is too short to be split into parts and compared; record a "
+                "longer sequence, or several"
             )
         found = np.array_split(found[0], count)
     widest = max(layer.experts for layer in paths.layers)
