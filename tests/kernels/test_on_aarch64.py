@@ -246,6 +246,8 @@ def test_attention_of_a_prompt(tokens: int, keys: int, vectors: int, tmp_path: P
 
 
 _THREADS, _ROUNDS, _WRITERS, _READERS = 4, 25, 64, 8
+_PATIENCE = tasks.PROGRESS - 1
+"""The word of the block in which this test has the helpers' patience."""
 _WORKS = f"""
 define void @meet(ptr %data, i64 %unit) {{
 entry:
@@ -290,6 +292,11 @@ done:
   store i64 %sum.next, ptr %to
   ret void
 }}
+define void @help(ptr %block) {{
+  %patience = getelementptr i64, ptr %block, i64 {_PATIENCE}
+  call void @serve(ptr %block, ptr %patience)
+  ret void
+}}
 define void @begin(ptr %block, ptr %data, i64 %round) {{
   %count = getelementptr i64, ptr %block, i64 {tasks.PROGRESS}
   store i64 0, ptr %count
@@ -309,9 +316,9 @@ def test_threads_share_work_and_see_what_others_have_written(atomics: str, tmp_p
     program = Program(image)
     data = program.place(np.zeros(2 * _WRITERS + (_ROUNDS + 1) * _READERS, np.int64))
     header = np.zeros(tasks.HEADER, np.int64)
-    header[tasks.PATIENCE] = 1 << 62
+    header[_PATIENCE] = 1 << 62
     block = emulated.DATA + program.size
-    at_once, nowhere, count = (block + 8 * word for word in (tasks.PATIENCE, tasks.NOWHERE, tasks.PROGRESS))
+    at_once, nowhere, count = (block + 8 * word for word in (tasks.REACHED, tasks.NOWHERE, tasks.PROGRESS))
     fields, units = list[int](), 0
     for name, many, wait_for in (("meet", _THREADS, 0), ("write", _WRITERS, 0), ("read", _READERS, _WRITERS)):
         counts = count if name == "write" else nowhere
@@ -319,13 +326,13 @@ def test_threads_share_work_and_see_what_others_have_written(atomics: str, tmp_p
         fields += (program.address_of(name), data, 0, 0, 0, 0)
         units += many
     assert program.place(np.concatenate([header, np.array(fields, np.int64)])) == block
-    header[tasks.PATIENCE] = 1000
+    header[_PATIENCE] = 1000
     idle, rate = program.place(header), program.place(np.zeros(1, np.int64))
-    program.call("serve", idle)  # a helper that has nothing to do comes back
+    program.call("help", idle)  # a helper that has nothing to do comes back
     program.call("ticks_a_second", rate)
     for _ in range(_THREADS - 1):
         stack = program.place(np.zeros(1 << 13, np.int64))
-        program.call(emulated.SPAWN, program.address_of("serve"), block, stack + (1 << 16))
+        program.call(emulated.SPAWN, program.address_of("help"), block, stack + (1 << 16))
     for n in range(1, _ROUNDS + 1):
         program.call("begin", block, data, n)
         program.call("work", block, units)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -133,7 +134,7 @@ def test_what_is_fetched_ahead_changes_nothing(pool: SpinningPool) -> None:
     """More ranges than there is room for, memory that is nobody's, and none; works go on meanwhile."""
     w, x = torch.randn(2, 512, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     matrix, row = w.t(), x[:1]
-    pool.expect_readers(False)
+    pool.adapt(False)
     outs = []
     for ranges in ([], [(w.data_ptr(), w.nbytes)], [(w.data_ptr(), 5000)] * 20, [(1 << 46, 1 << 20)], []):
         pool.fetch_ahead(Ahead.of(ranges))
@@ -141,7 +142,7 @@ def test_what_is_fetched_ahead_changes_nothing(pool: SpinningPool) -> None:
         for _ in range(20):
             pool.multiply([Product(row, matrix, out)])
         outs.append(out)
-    pool.expect_readers(True)
+    pool.adapt(True)
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
@@ -168,13 +169,12 @@ def test_closing_ends_the_helpers() -> None:
 
 SPINS_AT_THE_END = """
 import time
-from smoe.kernels import tasks
 from smoe.kernels.spinning_pool import SpinningPool
 
 pool = SpinningPool(2, has_bf16=False)
 while not pool._is_asleep[0]:
     time.sleep(0.001)
-pool._block[tasks.PATIENCE] = 1 << 40
+pool._patience[0] = 1 << 40
 pool._wake()
 while not pool._alarms[0].locked():  # the helper takes it when it wakes up
     time.sleep(0.001)
@@ -194,6 +194,46 @@ def wait_until_asleep(pool: SpinningPool) -> None:
             return
         time.sleep(0.001)
     raise AssertionError("a helper does not sleep")
+
+
+def test_the_last_helper_sleeps_while_another_program_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a helper that takes units of a token, and one that is missing for prompts or after that program."""
+    promised.needs_machine_code()
+    is_busy = [True]
+    monkeypatch.setattr(spinning_pool.Competition, "is_there", lambda self: is_busy[0])
+    with SpinningPool(3, has_bf16=False) as pool:
+        alarms, rung = pool._alarms, set[int]()
+
+        class Alarm(NamedTuple):
+            helper: int
+
+            def acquire(self) -> bool:
+                return alarms[self.helper].acquire()
+
+            def release(self) -> None:
+                rung.add(self.helper)
+                alarms[self.helper].release()
+
+        pool._alarms = [Alarm(n) for n in range(2)]  # type: ignore[misc]
+
+        def woken() -> set[int]:
+            wait_until_asleep(pool)
+            rung.clear()
+            pool._wake()
+            return set(rung)
+
+        pool.adapt(has_readers=False)
+        assert woken() == {0}
+        pool.adapt(has_readers=True)
+        assert woken() == {0, 1}, "reading threads take cores, too"
+        pool.adapt(has_readers=False, is_prompt=True)
+        assert woken() == {0, 1}
+        pool.adapt(has_readers=False)
+        assert woken() == {0}
+        is_busy[0] = False
+        pool.adapt(has_readers=False)
+        assert woken() == {0, 1}
+        pool.adapt(has_readers=True)
 
 
 def test_helpers_look_out_longer_where_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,15 +263,15 @@ def test_helpers_look_out_longer_where_nobody_reads(monkeypatch: pytest.MonkeyPa
     with SpinningPool(2, has_bf16=False) as pool:
         try:
             wait_until_asleep(pool)
-            pool.expect_readers(False)
+            pool.adapt(False)
             assert both_come(is_long=True), "woken"
             for _ in range(20):
                 time.sleep(0.001)
                 assert both_come(is_long=False), "still awake, as nobody wakes it for this"
-            pool.expect_readers(True)
+            pool.adapt(True)
             wait_until_asleep(pool)  # in the middle of looking out
         finally:
-            pool._block[tasks.PATIENCE] = 0  # or a helper that never tires could not be ended
+            pool._patience[0] = 0  # or a helper that never tires could not be ended
 
 
 @pytest.mark.parametrize(

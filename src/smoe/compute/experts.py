@@ -40,8 +40,8 @@ class Experts:
         """For each layer, the kernel that computes one token through all its experts at once; None if there is no such
         kernel."""
         pool = self.spinning_pool
-        self.expect_readers: Callable[[bool], None] = _expect if pool is None else pool.expect_readers
-        """Tells the threads of our kernel whether other threads need the cores between two layers."""
+        self.adapt: Callable[[bool, bool], None] = _keep if pool is None else pool.adapt
+        """Adapts the threads of smoe's kernels to the following jobs (`SpinningPool.adapt`)."""
 
     def by(
         self, helpers: SpinningPool | ThreadPool | None, kernels: Mapping[Place, TokenExperts] | None = None
@@ -131,6 +131,6 @@ def _token_kernel(maths: Sequence[ExpertMath]) -> TokenExperts | None:
     return maths[0].kernels.token if usable else None
 
 
-def _expect(are_there: bool) -> None:
-    """Do nothing. This function replaces `SpinningPool.expect_readers` if the library computes, because smoe does not
-    control the library's threads."""
+def _keep(has_readers: bool, is_prompt: bool) -> None:
+    """Do nothing. This function replaces `SpinningPool.adapt` if the library computes, because smoe does not control
+    the library's threads."""

@@ -147,11 +147,14 @@ class SpinningPool:
         self._work, self._serve = _functions(has_bf16 and not in_own_order, several and not in_own_order)
         self._block = (ctypes.c_int64 * tasks.WORDS)()
         self._address = ctypes.addressof(self._block)
-        self._block[tasks.PATIENCE] = _ticks(_SPIN_CYCLES)
+        self._patience = (ctypes.c_int64 * (threads - 1))(*[_ticks(_SPIN_CYCLES)] * (threads - 1))
+        """For each helper, the ticks for which it looks for work before it sleeps."""
+        self._woken = threads - 1
+        """The number of helpers that are woken for a long job."""
         self._competition = Competition()
         self._progress_at, self._tasks_at = self.word(tasks.PROGRESS), self.word(tasks.HEADER)
         self._ranges_at = self.word(tasks.RANGES)
-        self.at_once = self.word(tasks.PATIENCE)
+        self.at_once = self.word(tasks.REACHED)
         """The address of a counter that has always reached 0, for tasks that wait for nothing."""
         self.nowhere = self.word(tasks.NOWHERE)
         self.finished = self.word(tasks.FINISHED)
@@ -173,12 +176,20 @@ class SpinningPool:
             alarm.acquire()
             helper.start()
 
-    def expect_readers(self, are_there: bool) -> None:
-        """Set whether reading threads need the cores between two jobs. If neither they nor other programs do, helpers
-        look for work longer before they sleep: a helper that spins occupies the core to which the system would move
-        this thread when another program takes this thread's core."""
-        is_short = are_there or self._competition.is_there()
-        self._block[tasks.PATIENCE] = _ticks(_SPIN_CYCLES if is_short else _SPIN_CYCLES_ALONE)
+    def adapt(self, has_readers: bool, is_prompt: bool = False) -> None:
+        """Adapt the helpers to the following jobs: whether reading threads need the cores meanwhile, and whether the
+        jobs are those of a prompt, which have many units.
+
+        If neither reading threads nor other programs need the cores, helpers look for work longer before they sleep: a
+        helper that spins occupies the core to which the system would move this thread when another program takes this
+        thread's core. If other programs compute, the last helper sleeps except for prompts: whenever such a program
+        took its core, all other threads would wait for its unit, several milliseconds in a job of some 50 us."""
+        is_busy = self._competition.is_there()
+        sleeps = is_busy and not has_readers and not is_prompt
+        self._woken = self.threads - 1 - sleeps
+        ticks = _ticks(_SPIN_CYCLES if has_readers or is_busy else _SPIN_CYCLES_ALONE)
+        for helper in range(self.threads - 1):
+            self._patience[helper] = ticks if helper < self._woken else 0
 
     def fetch_ahead(self, ahead: Ahead) -> None:
         """Set the memory that helpers prefetch while Python runs. It replaces memory that has not been prefetched
@@ -337,13 +348,14 @@ class SpinningPool:
         """Wake the helper threads that sleep. A helper that is just falling asleep misses the current job; the other
         threads then complete the job without it."""
         for helper, is_asleep in enumerate(self._is_asleep):
-            if is_asleep:
+            if is_asleep and (helper < self._woken or self._is_closed):
                 self._is_asleep[helper] = False
                 self._alarms[helper].release()
 
     def _help(self, number: int) -> None:
+        patience_at = ctypes.addressof(self._patience) + 8 * number
         while not self._is_closed:
-            self._serve(self._address)
+            self._serve(self._address, patience_at)
             self._is_asleep[number] = True
             self._alarms[number].acquire()
 
@@ -353,7 +365,7 @@ def _functions(has_bf16: bool, several: bool) -> tuple[Callable[..., None], Call
     """Return the compiled functions `work` and `serve`, which are compiled once per process."""
     pointer, number = ctypes.c_void_p, ctypes.c_longlong
     source = Source(tasks.source, (has_bf16, several))
-    work, serve = compile_functions(source, {"work": (pointer, number), "serve": (pointer,)})
+    work, serve = compile_functions(source, {"work": (pointer, number), "serve": (pointer, pointer)})
     return work, serve
 
 

@@ -6,7 +6,6 @@ The memory that the threads share, in words of 8 bytes:
     open        the number of units (upper half), and the first that no thread has taken (lower half); 0 while tasks
                 may be changed. Both are in one word, so that a late thread cannot take a unit of the next job
     finished    the number of finished units
-    patience    ticks for which a helper looks for work before it sleeps (`_Own.now`)
     spare       the number of pieces of memory to prefetch (upper half), and the first that no thread has taken (lower
                 half): the next weights, for helpers that have nothing else to do
     progress    counters for the caller, such as the number of finished units of an expert
@@ -38,8 +37,9 @@ from typing import NamedTuple
 from smoe.cpu_isa import AARCH64, FAMILY, X86
 from smoe.kernels import elementwise, row_product
 
-OPEN, FINISHED, PATIENCE, NOWHERE, SPARE, PROGRESS = 0, 8, 9, 10, 11, 16
-"""The indices of words in the header; `open` has a cache line of its own. The counter at `NOWHERE` is never read."""
+OPEN, FINISHED, REACHED, NOWHERE, SPARE, PROGRESS = 0, 8, 9, 10, 11, 16
+"""The indices of words in the header; `open` has a cache line of its own. The counter at `REACHED` is always 0,
+and that at `NOWHERE` is never read."""
 MOST_COUNTS = 144
 HEADER = PROGRESS + MOST_COUNTS
 FIELDS = 13
@@ -103,8 +103,8 @@ attributes #0 = { nounwind }
 
 
 def source(has_bf16: bool, several: bool, family: str = FAMILY) -> str:
-    """Return the LLVM text of all functions. The exported ones are `work(block, units)`, `serve(block)` and, on
-    aarch64, `ticks_a_second(at)`.
+    """Return the LLVM text of all functions. The exported ones are `work(block, units)`, `serve(block,
+    patience)` and, on aarch64, `ticks_a_second(at)`.
 
     The task kinds PRODUCT and ROWS require `has_bf16`, which not every CPU supports. ROWS also requires `several`,
     because it takes as long to compile as everything else.
@@ -343,12 +343,11 @@ none:
 
 def _serve(own: _Own) -> str:
     """Return the LLVM text of the helpers' function. It computes units and prefetches until there has been no work for
-    `patience` ticks."""
+    the number of ticks (`_Own.now`) at the address `patience`."""
     return f"""
-define void @serve(ptr %block) {{
+define void @serve(ptr %block, ptr %patience.at) {{
 entry:
 {_word("open", OPEN)}
-{_word("patience.at", PATIENCE)}
   br label %rest
 rest:
   %since = {own.now}

@@ -212,9 +212,9 @@ class LayerExecutor:
         if self.table.has_low and phase is Phase.DECODE:
             self._upgrade(decision)
         self.counters.plan_seconds += self.now() - started
+        self.compute.experts.adapt(not self.arrivals.is_all_here, phase is Phase.PREFILL)
         if phase is Phase.PREFILL:
             return self.compute.prefill(plan, step.hidden, top_k_weights)
-        self.compute.experts.expect_readers(not self.arrivals.is_all_here)
         output = self.compute.decode(plan, step.hidden, top_k_weights, meanwhile)
         meanwhile.end()
         return output

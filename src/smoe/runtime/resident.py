@@ -53,7 +53,7 @@ class ResidentExperts:
             self._layers, self._arrived = self._made(executor), table.arrived
         if len(self._layers) != len(self._routers):
             return None
-        executor.compute.experts.expect_readers(False)
+        executor.compute.experts.adapt(False, False)
         return self._layers
 
     def _made(self, executor: LayerExecutor) -> list[_ResidentLayer]:
