@@ -103,11 +103,16 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         template=TEMPLATE.format(form=FORMS[form]),
         added=ADDED[request.param],
         max_position_embeddings=2048,
+        num_hidden_layers=1,
     )
     model = from_pretrained(folder, memory="16MiB", context_tokens=1024, max_sequences=2)
     with model.offload, served(model, AutoTokenizer.from_pretrained(folder)) as running:
         assert running.serving.prompts.takes_tools
         yield running
+
+
+whatever_the_form = pytest.mark.parametrize("running", ["hermes"], indirect=True)
+"""Of what does not depend on the form of calls."""
 
 
 def form_of(running: Running) -> str:
@@ -117,6 +122,12 @@ def form_of(running: Running) -> str:
 
 def ask(running: Running, **fields: Any) -> Any:
     return running.chat("How warm is it?", tools=TOOLS, max_tokens=120, **fields)
+
+
+def prompt_tokens(running: Running, **fields: Any) -> int:
+    """The length of the same request's prompt."""
+    answer = running.chat("How warm is it?", **{"tools": TOOLS, "max_tokens": 1, **fields})
+    return int(answer.usage.prompt_tokens)
 
 
 def test_a_model_can_be_made_to_call(running: Running) -> None:
@@ -224,12 +235,19 @@ def test_an_answer_has_one_call_where_parallel_ones_are_not_wanted(
     assert calls_of([chunk.delta for chunk in chunks]) == [("warmth", {"city": "Oslo"})]
     assert chunks[-1].finish_reason == "tool_calls"
     assert "".join(chunk.delta.content or "" for chunk in chunks) == "I see."
-    response = running.client.responses.create(
-        model="demo", input="x", tools=FLAT, max_output_tokens=400, parallel_tool_calls=False
-    )
+
+
+@whatever_the_form
+def test_a_response_has_one_call_where_parallel_ones_are_not_wanted(
+    running: Running, script: Callable[[str], None]
+) -> None:
+    script(framed("hermes", "I see.", [(name, {"city": "Oslo"}) for name in ("warmth", "time")], "\nSo."))
+    asked = {"model": "demo", "input": "x", "tools": FLAT, "max_output_tokens": 400}
+    response = running.client.responses.create(**asked, parallel_tool_calls=False)
     assert [item.type for item in response.output] == ["message", "function_call"]
     assert not response.parallel_tool_calls
-    assert len(running.chat(tools=TOOLS, max_tokens=400, parallel_tool_calls=True).choices[0].message.tool_calls) == 2
+    both = running.client.responses.create(**asked, parallel_tool_calls=True).output
+    assert [item.type for item in both].count("function_call") == 2
 
 
 def test_an_answer_that_is_json_is_no_call(running: Running, script: Callable[[str], None]) -> None:
@@ -239,6 +257,7 @@ def test_an_answer_that_is_json_is_no_call(running: Running, script: Callable[[s
     assert (answer.message.content, answer.message.tool_calls, answer.finish_reason) == (text, None, "stop")
 
 
+@whatever_the_form
 def test_a_tool_may_have_definitions_and_contain_itself(running: Running) -> None:
     node = {"type": "object", "properties": {"city": {"enum": ["Oslo"]}, "next": {"$ref": "#/$defs/Node"}},
             "required": ["city"], "additionalProperties": False}  # fmt: skip
@@ -249,9 +268,8 @@ def test_a_tool_may_have_definitions_and_contain_itself(running: Running) -> Non
 
 
 def test_tools_reach_the_prompt_unless_none_is_to_be_called(running: Running) -> None:
-    with_tools, without = ask(running), ask(running, tool_choice="none")
-    plain = running.chat("How warm is it?", max_tokens=120)
-    assert with_tools.usage.prompt_tokens > without.usage.prompt_tokens == plain.usage.prompt_tokens
+    without, plain = prompt_tokens(running, tool_choice="none"), prompt_tokens(running, tools=[])
+    assert prompt_tokens(running) > without == plain
 
 
 def test_a_call_and_its_result_go_into_the_next_prompt(running: Running) -> None:
@@ -259,31 +277,30 @@ def test_a_call_and_its_result_go_into_the_next_prompt(running: Running) -> None
     messages = [{"role": "user", "content": "How warm is it?"}, call, {
         "role": "tool", "tool_call_id": call.tool_calls[0].id, "content": "3 degrees"
     }]  # fmt: skip
-    answer = running.chat(messages=messages, tools=TOOLS)
+    with_result = prompt_tokens(running, messages=messages)
     city = json.loads(call.tool_calls[0].function.arguments)["city"]
     written = (
         f"user: How warm is it?\nassistant: [{call.tool_calls[0].function.name} {city}]\ntool: 3 degrees\nassistant:"
     )
-    assert answer.usage.prompt_tokens == ask(running).usage.prompt_tokens - len(
-        "user: How warm is it?\nassistant:"
-    ) + len(written)
+    assert with_result == prompt_tokens(running) - len("user: How warm is it?\nassistant:") + len(written)
 
 
 def test_a_response_calls_too(running: Running) -> None:
     asked = {"model": "demo", "input": "How warm is it?", "tools": FLAT, "tool_choice": "required", "temperature": 0}
-    (call,) = running.client.responses.create(**asked).output
+    first = running.client.responses.create(**asked)
+    (call,) = first.output
     assert call.type == "function_call" and json.loads(call.arguments)["city"] in ("Oslo", "Rome")
     events = list(running.client.responses.create(**asked, stream=True))
     done = [event for event in events if event.type == "response.function_call_arguments.done"]
     assert done[0].arguments == call.arguments and events[-1].response.output[0].name == call.name
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "3 degrees"}
-    first = running.client.responses.create(**asked)
     goes_on = running.client.responses.create(
         model="demo", input=[output], previous_response_id=first.id, max_output_tokens=2
     )
     assert goes_on.usage.input_tokens > len("How warm is it?") + len("3 degrees") + len(call.name)
 
 
+@pytest.mark.parametrize("running", ["hermes", "gpt-oss"], indirect=True)
 def test_calls_are_answered_as_is_described(running: Running) -> None:
     chat = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "max_tokens": 120}
     response = {"model": "demo", "input": "x", "tools": FLAT}
@@ -300,6 +317,7 @@ def test_calls_are_answered_as_is_described(running: Running) -> None:
         assert '"arguments"' in "".join(told)
 
 
+@whatever_the_form
 def test_choices_have_other_spellings(running: Running) -> None:
     """Those of Anthropic, of other servers, and OpenAI's list of allowed tools."""
     time = {"type": "function", "function": {"name": "time"}}
@@ -307,9 +325,10 @@ def test_choices_have_other_spellings(running: Running) -> None:
     for choice in ("any", {"type": "any"}, {"type": "required"}, {"type": "tool", "name": "time"}, lists):
         (call,) = ask(running, tool_choice=choice).choices[0].message.tool_calls
         assert call.function.name == "time" or choice not in (lists, {"type": "tool", "name": "time"})
-    assert ask(running, tool_choice={"type": "none"}).usage.prompt_tokens < ask(running).usage.prompt_tokens
+    assert prompt_tokens(running, tool_choice={"type": "none"}) < prompt_tokens(running)
 
 
+@whatever_the_form
 def test_a_choice_of_no_tool_is_refused(running: Running) -> None:
     for choice in ({"type": "function", "function": {"name": "other"}}, "perhaps", {"type": "king"}):
         with pytest.raises(openai.BadRequestError) as refused:
@@ -317,6 +336,7 @@ def test_a_choice_of_no_tool_is_refused(running: Running) -> None:
         assert isinstance(refused.value.body, dict) and refused.value.body["param"] == "tool_choice"
 
 
+@whatever_the_form
 def test_what_open_webui_sends_is_taken(running: Running) -> None:
     answer = running.http("POST", "/v1/chat/completions", {**SENT_BY_OPEN_WEBUI, "max_tokens": 4})
     assert answer.status == 200 and answer.text.endswith("data: [DONE]\n\n") and '"error"' not in answer.text
