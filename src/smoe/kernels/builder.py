@@ -9,6 +9,7 @@ takes the carried values of one iteration and returns those of the next:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,19 @@ from smoe.cpu_isa import AARCH64
 from smoe.kernels import neon, x86
 from smoe.kernels.isa import Isa, read_once_locality
 from smoe.kernels.kinds import BYTE, FLOAT, HALF_WORD, LONG, POINTER, WORD, Value
+
+
+@functools.lru_cache(maxsize=4096)
+def _integer(kind: ir.Type, value: int) -> Value:
+    """Return a constant integer. Constants are shared, because a kernel needs each of a few values thousands of times,
+    and llvmlite would make an object and a text of each."""
+    return ir.Constant(kind, value)
+
+
+@functools.lru_cache(maxsize=4096)
+def _integers(kind: ir.Type, values: tuple[int, ...]) -> Value:
+    """Return a constant register of integers."""
+    return ir.Constant(ir.VectorType(kind, len(values)), [_integer(kind, value) for value in values])
 
 
 class Code:
@@ -38,7 +52,7 @@ class Code:
 
     def number(self, value: int) -> Value:
         """Return a 64-bit integer as a constant of the generated code."""
-        return ir.Constant(LONG, value)
+        return _integer(LONG, value)
 
     def reals(self, value: float, lanes: int | None = None) -> Value:
         """Return a constant register with `lanes` copies of a float32."""
@@ -46,15 +60,15 @@ class Code:
 
     def halves(self, values: Sequence[int]) -> Value:
         """Return a constant register of 16-bit integers."""
-        return ir.Constant(ir.VectorType(HALF_WORD, len(values)), [ir.Constant(HALF_WORD, value) for value in values])
+        return _integers(HALF_WORD, tuple(values))
 
     def bytes(self, values: Sequence[int]) -> Value:
         """Return a constant register of bytes, given as numbers from -128 to 255."""
-        return ir.Constant(ir.VectorType(BYTE, len(values)), [ir.Constant(BYTE, value) for value in values])
+        return _integers(BYTE, tuple(values))
 
     def words(self, values: Sequence[int]) -> Value:
         """Return a constant register of 32-bit integers."""
-        return ir.Constant(ir.VectorType(WORD, len(values)), [ir.Constant(WORD, value) for value in values])
+        return _integers(WORD, tuple(values))
 
     def registers(self, kind: ir.Type, lanes: int | None = None) -> ir.VectorType:
         """Return the type of a register with `lanes` numbers of the type `kind`."""
@@ -99,7 +113,7 @@ class Code:
         """Return a register with the values of the type `kind` that are stored at `addresses`."""
         found = ir.Constant(self.registers(kind, len(addresses)), ir.Undefined)
         for n, address in enumerate(addresses):
-            found = self.build.insert_element(found, self.load(kind, address), ir.Constant(WORD, n))
+            found = self.build.insert_element(found, self.load(kind, address), _integer(WORD, n))
         return found
 
     def looked_up_halves(self, table: Sequence[int], codes: Value) -> Value:
@@ -142,7 +156,7 @@ class Code:
         """
         kind = ir.FunctionType(ir.VoidType(), [POINTER, WORD, WORD, WORD])
         locality = read_once_locality() if is_read_once else 2
-        self.intrinsic("llvm.prefetch.p0", kind, [pointer, *(ir.Constant(WORD, flag) for flag in (0, locality, 1))])
+        self.intrinsic("llvm.prefetch.p0", kind, [pointer, *(_integer(WORD, flag) for flag in (0, locality, 1))])
 
     def pinned(self, register: Value) -> Value:
         """Return the register, and make LLVM compute it after the preceding prefetches and pinned registers and before
@@ -209,7 +223,7 @@ class Code:
     def splat(self, value: Value, lanes: int | None = None) -> Value:
         """Return a register in which every lane is a copy of the number `value`."""
         kind = self.registers(value.type, lanes)
-        one = self.build.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(WORD, 0))
+        one = self.build.insert_element(ir.Constant(kind, ir.Undefined), value, _integer(WORD, 0))
         return self.pick(one, [0] * kind.count)
 
     def lane(self, register: Value, n: int) -> Value:
@@ -233,7 +247,7 @@ class Code:
             half = register.type.count // 2
             low, high = range(half), range(half, 2 * half)
             register = self.build.fadd(self.pick(register, list(low)), self.pick(register, list(high)))
-        return self.build.extract_element(register, ir.Constant(WORD, 0))
+        return self.build.extract_element(register, _integer(WORD, 0))
 
     def widened(self, halves: Value) -> Value:
         """Return bf16 numbers, given as 16-bit integers, converted to float32."""
