@@ -11,8 +11,15 @@ import pytest
 from smoe.formats.base import Format
 from smoe.formats.plain import PLAIN
 from smoe.formats.registry import FORMATS
+from smoe.kernels import jit
 from smoe.kernels.isa import ISAS, Isa
 from tests import promised
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_in_this_process() -> None:
+    """These tests compile hundreds of kernels. A process for each of them takes half as long as the compiler."""
+    jit.llvm()
 
 
 @pytest.fixture(scope="session", params=promised.cells_of(ISAS), ids=lambda isa: isa.name)

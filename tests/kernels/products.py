@@ -7,6 +7,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from smoe.formats.base import Bytes, Format
@@ -81,7 +82,18 @@ def multiplied_at(
 
 def exact(form: Format, data: Bytes, x: torch.Tensor) -> torch.Tensor:
     """In float64, on the numbers that the codes stand for."""
-    return x.double() @ torch.from_numpy(form.decode(data)).double().T
+    return x.double() @ numbers_of(form, data).T
+
+
+def numbers_of(form: Format, data: Bytes) -> torch.Tensor:
+    """The numbers that codes stand for, in float64: [rows, columns]."""
+    return _decoded(form, len(data), data.tobytes())
+
+
+@functools.lru_cache(maxsize=64)
+def _decoded(form: Format, rows: int, content: bytes) -> torch.Tensor:
+    """The reference decoder is slow, and the tests of every instruction set decode the same matrices."""
+    return torch.from_numpy(form.decode(np.frombuffer(content, np.uint8).reshape(rows, -1))).double()
 
 
 def multiplied_in_bytes(

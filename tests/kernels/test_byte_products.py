@@ -24,7 +24,8 @@ from smoe.kernels.jit import is_available
 from smoe.kernels.matrix import products_of
 from tests import promised
 from tests.formats.blocks import random_rows
-from tests.kernels.products import columns_of, compiled_in_bytes, exact, gated_in_bytes, multiplied_in_bytes
+from tests.kernels.conftest import LIKE_OTHERS
+from tests.kernels.products import columns_of, compiled_in_bytes, exact, gated_in_bytes, multiplied_in_bytes, numbers_of
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="needs llvmlite")
 ROWS = 11
@@ -35,7 +36,11 @@ def isa(request: pytest.FixtureRequest) -> Isa:
     return request.param
 
 
-@pytest.fixture(scope="session", params=[form for form in FORMATS.values() if fits(form)], ids=lambda form: form.name)
+@pytest.fixture(
+    scope="session",
+    params=[form for form in FORMATS.values() if fits(form) and form.name not in LIKE_OTHERS],
+    ids=lambda form: form.name,
+)
 def form(request: pytest.FixtureRequest) -> Format:
     return request.param
 
@@ -56,23 +61,24 @@ def functions(form: Format, isa: Isa) -> dict[object, object]:
 def check(form: Format, data, x: torch.Tensor, ours: torch.Tensor) -> None:
     """Ours is the product of x in 8 bits, rounded once."""
     seen = torch.from_numpy(in_8_bits(form, x.float().numpy()))
-    wanted, numbers = exact(form, data, seen), torch.from_numpy(form.decode(data)).double()
-    offsets = numbers.abs().amax() * seen.abs().sum(-1, keepdim=True)  # minimums are subtracted from larger sums
+    wanted = exact(form, data, seen)
+    offsets = numbers_of(form, data).abs().amax() * seen.abs().sum(
+        -1, keepdim=True
+    )  # minimums are subtracted from larger sums
     assert bool(((ours.double() - wanted).abs() <= 2.0**-8 * wanted.abs() + 3e-6 * offsets + 1e-38).all())
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 7])
 @pytest.mark.parametrize("blocks", [1, 2, 5])
-def test_products_are_those_of_x_in_8_bits(form, functions, rows: int, blocks: int) -> None:
+def test_products_are_those_of_x_in_8_bits(form, functions, blocks: int) -> None:
     columns = columns_of(form, blocks)
     data = random_rows(form, ROWS, columns, blocks)
-    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(blocks)).bfloat16()
-    check(form, data, x, multiplied_in_bytes(form, functions, data, x))
+    for rows in (1, 2, 3, 7):
+        x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(blocks)).bfloat16()
+        check(form, data, x, multiplied_in_bytes(form, functions, data, x))
 
 
 @pytest.mark.parametrize("value", [0x00, 0x7F, 0x80, 0xFF])
-@pytest.mark.parametrize("sign", [1, -1])
-def test_the_largest_codes_and_bytes_are_not_cut_off(form, functions, value: int, sign: int) -> None:
+def test_the_largest_codes_and_bytes_are_not_cut_off(form, functions, value: int) -> None:
     columns = columns_of(form, 2)
     data = random_rows(form, ROWS, columns, 6)
     blocks = data.reshape(-1, form.nbytes)
@@ -85,8 +91,9 @@ def test_the_largest_codes_and_bytes_are_not_cut_off(form, functions, value: int
                     continue
                 step = 8 if isinstance(field, Bits) else 1
                 blocks[:, field.byte : field.byte + run.numbers // step] = value
-    x = torch.full((1, columns), 1.5 * sign).bfloat16()
-    check(form, data, x, multiplied_in_bytes(form, functions, data, x))
+    for number in (1.5, -1.5):
+        x = torch.full((1, columns), number).bfloat16()
+        check(form, data, x, multiplied_in_bytes(form, functions, data, x))
 
 
 NUMBERS = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-3, -300.0, 1e4, -3e20, 1e-40, -1e-38, 3e-31, 0.996, -0.5])
@@ -98,17 +105,17 @@ def test_outliers_zeros_and_what_is_almost_zero(form, functions, values: list[fl
     columns = columns_of(form, 2)
     picked = np.random.default_rng(seed).choice(values, columns)
     x = torch.from_numpy(picked).float().bfloat16().unsqueeze(0)
-    data = random_rows(form, ROWS, columns, seed)
+    data = random_rows(form, ROWS, columns, 9)
     check(form, data, x, multiplied_in_bytes(form, functions, data, x))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_no_number_is_not_hidden(form, functions, value: float) -> None:
+def test_what_is_no_number_is_not_hidden(form, functions) -> None:
     columns = columns_of(form, 2)
-    x = torch.randn(1, columns).bfloat16()
-    x[0, columns // 2 + 3] = value
-    ours = multiplied_in_bytes(form, functions, random_rows(form, ROWS, columns, 5), x)
-    assert not bool(ours.isfinite().any())
+    for value in (float("nan"), float("inf"), -float("inf")):
+        x = torch.randn(1, columns).bfloat16()
+        x[0, columns // 2 + 3] = value
+        ours = multiplied_in_bytes(form, functions, random_rows(form, ROWS, columns, 5), x)
+        assert not bool(ours.isfinite().any()), value
 
 
 def test_a_bias_is_added_before_rounding(form, functions) -> None:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(widest(INT8) is None, reason="this CPU has no in
 OUTPUTS, COLUMNS = 64, 512
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pool() -> Iterator[SpinningPool]:
     with SpinningPool(2, has_bf16=is_supported()) as made:
         yield made

@@ -12,7 +12,7 @@ from smoe.formats.base import Format
 from smoe.kernels.isa import Isa
 from smoe.kernels.jit import is_available
 from tests.formats.blocks import random_rows
-from tests.kernels.products import columns_of, compiled, exact, multiplied
+from tests.kernels.products import columns_of, compiled, exact, multiplied, numbers_of
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="needs llvmlite")
 ROWS = 23
@@ -24,19 +24,20 @@ def functions(form: Format, isa: Isa) -> dict[object, object]:
     return compiled(form, isa)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4])
 @pytest.mark.parametrize("blocks", [1, 2, 5])
-def test_errors_are_below_those_of_torch(form, isa, functions, rows: int, blocks: int) -> None:
+def test_errors_are_below_those_of_torch(form, isa, functions, blocks: int) -> None:
     """Against torch's bf16 product on the dequantised weights, on average; and no output is far off."""
     columns = columns_of(form, blocks)
     data = random_rows(form, ROWS, columns, blocks)
-    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(blocks)).bfloat16()
-    ours, wanted = multiplied(functions, data, x, columns, 0, ROWS), exact(form, data, x)
-    theirs = x @ torch.from_numpy(form.decode(data)).bfloat16().T
-    errors = [float((each.double() - wanted).square().mean().sqrt()) for each in (ours, theirs)]
-    assert errors[0] <= errors[1], errors
-    magnitude = x.double().abs() @ torch.from_numpy(form.decode(data)).double().abs().T
-    assert bool(((ours.double() - wanted).abs() <= 2.0**-8 * wanted.abs() + 1e-5 * magnitude).all())
+    numbers = numbers_of(form, data)
+    for rows in (1, 2, 4):
+        x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(blocks)).bfloat16()
+        ours, wanted = multiplied(functions, data, x, columns, 0, ROWS), exact(form, data, x)
+        theirs = x @ numbers.bfloat16().T
+        errors = [float((each.double() - wanted).square().mean().sqrt()) for each in (ours, theirs)]
+        assert errors[0] <= errors[1], (rows, errors)
+        magnitude = x.double().abs() @ numbers.abs().T
+        assert bool(((ours.double() - wanted).abs() <= 2.0**-8 * wanted.abs() + 1e-5 * magnitude).all()), rows
 
 
 def test_a_share_of_the_outputs_touches_nothing_else(form, isa, functions) -> None:
@@ -73,7 +74,7 @@ def test_unpacked_rows_are_the_decoders(form, isa, functions) -> None:
     data = random_rows(form, ROWS, columns, 6)
     out = torch.zeros(ROWS, columns, dtype=torch.bfloat16)
     functions["unpack"](out.data_ptr(), data.ctypes.data, None, None, 2, ROWS, columns)
-    wanted = torch.from_numpy(form.decode(data)).bfloat16()
+    wanted = numbers_of(form, data).bfloat16()
     assert not bool(out[:2].any())
     different = out[2:] != wanted[2:]  # one rounding of scale * code - offset less than the decoder has
     assert float(different.float().mean()) < 1e-3
