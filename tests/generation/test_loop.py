@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,10 +39,16 @@ def asked(ids: Sequence[int], tokens: int = 12, **more: Any) -> tuple[Request, l
     return Request(ids, sampling, heard.append), heard
 
 
+@functools.lru_cache(maxsize=1)
+def library_model(folder: Path) -> Any:
+    return oracle.reference(folder)
+
+
 def reference(folder: Path, ids: Sequence[int], tokens: int) -> list[int]:
     """The unmodified library, greedily."""
-    model = oracle.reference(folder)
-    made = model.generate(torch.tensor([list(ids)]), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+    made = library_model(folder).generate(
+        torch.tensor([list(ids)]), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
+    )
     return [int(token) for token in made[0, len(ids) :]]
 
 
