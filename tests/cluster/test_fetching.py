@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import zmq
 
 from smoe.cluster import fetching, files, frames
 from smoe.cluster.admission import Admission
@@ -269,11 +270,14 @@ class Dealer:
     def __init__(self) -> None:
         self.asked: list[frames.Frame] = []
         self.answers: list[list[Any]] = []
+        self.is_connected = True
 
     def poll(self, _: int) -> int:
         return len(self.answers)
 
     def send_multipart(self, parts: list[Any], *_: Any) -> None:
+        if not self.is_connected:
+            raise zmq.Again
         self.asked.append(frames.parse([bytes(part) for part in parts]))
 
     def recv_multipart(self, copy: bool = True) -> list[Any]:
@@ -318,6 +322,32 @@ def test_it_greets_a_silent_main_again_and_asks_for_what_has_not_come(me: Worker
     now[0] = 10.0
     fetcher.turn(dealer)  # type: ignore[arg-type]
     assert words == ["is known to the coordinator", "lost the coordinator; waiting for it"]
+    fetcher._let_go()
+
+
+def test_it_greets_as_soon_as_there_is_a_connection(me: Worker, tmp_path: Path) -> None:
+    dealer = Dealer()
+    dealer.is_connected = False
+    fetcher = Fetcher(me, tmp_path / "worker", "auto", clock=lambda: 0.0)
+    fetcher.turn(dealer)  # type: ignore[arg-type]
+    dealer.is_connected = True
+    fetcher.turn(dealer)  # type: ignore[arg-type]
+    assert dealer.take() == [FrameKind.FILES], "no time has passed"
+    fetcher.turn(dealer)  # type: ignore[arg-type]
+    assert dealer.take() == []
+
+
+def test_files_are_compared_once_where_the_same_list_comes_twice(me: Worker, tmp_path: Path) -> None:
+    dealer, courses = Dealer(), list[Course]()
+    fetcher = Fetcher(me, tmp_path / "worker", "auto", on_course=courses.append)
+    sent = files.manifest(Manifest([SentFile("a.gguf", 2 * PIECE_BYTES, "a" * 64, bytes(32))]))
+    dealer.answers = [sent]
+    fetcher.turn(dealer)  # type: ignore[arg-type]
+    assert dealer.take() == [FrameKind.PIECE, FrameKind.PIECE]
+    dealer.answers = [files.piece(PiecePosition(0, 1), bytes(PIECE_BYTES)), sent]
+    fetcher.turn(dealer)  # type: ignore[arg-type]
+    assert len(courses) == 1
+    assert [frame.request for frame in dealer.asked] == [0], "1 has come"
     fetcher._let_go()
 
 

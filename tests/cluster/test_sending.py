@@ -70,8 +70,9 @@ def courier(paths: dict[str, Path]) -> Iterator[Callable[..., tuple[Courier, Wir
         made.append(courier)
         courier.begin(wire.rung.release)
         courier.turn(True, wire.send)  # it may read
-        greet_until(courier, wire, FrameKind.MANIFEST)
-        manifest = files.parse_manifest(wire.sent[-1][1])
+        courier.receive(b"r", "known", said(), wire.send)
+        assert wire.kinds == [FrameKind.SUMMING]
+        manifest = pushed_manifest(courier, wire)
         wire.sent.clear()
         return courier, wire, clock, manifest
 
@@ -80,12 +81,12 @@ def courier(paths: dict[str, Path]) -> Iterator[Callable[..., tuple[Courier, Wir
         each.close()
 
 
-def greet_until(courier: Courier, wire: Wire, kind: FrameKind, **other: Any) -> None:
-    """Say FILES until it is answered so."""
-    end = time.monotonic() + 30
-    while not wire.sent or wire.kinds[-1] is not kind:
-        assert time.monotonic() < end
-        courier.receive(b"r", "known", said(**other), wire.send)
+def pushed_manifest(courier: Courier, wire: Wire) -> Manifest:
+    """What a worker that has been answered SUMMING is sent without another greeting."""
+    while wire.kinds[-1] is not FrameKind.MANIFEST:
+        assert wire.rung.acquire(timeout=30)
+        courier.turn(True, wire.send)
+    return files.parse_manifest(wire.sent[-1][1])
 
 
 def said(**other: Any) -> Frame:
@@ -224,8 +225,9 @@ def test_a_file_that_was_written_is_not_sent(courier: Any, paths: dict[str, Path
     while courier._known is not None:
         assert time.monotonic() < end
         time.sleep(0.001)
-    greet_until(courier, wire, FrameKind.MANIFEST, known=manifest.mark)
-    assert files.parse_manifest(wire.sent[-1][1]).files[0].nbytes == 7
+    courier.receive(b"r", "known", said(known=manifest.mark), wire.send)
+    assert wire.kinds[-1] is FrameKind.REFUSED
+    assert pushed_manifest(courier, wire).files[0].nbytes == 7
     assert pieces(wire) == []
     assert any(
         "written or replaced" in frames.fields_of(frame)["why"]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import zmq
 
 from smoe.cluster import frames
 from smoe.cluster.identity import Coordinator
@@ -53,6 +54,43 @@ def test_what_an_earlier_main_asked_for_is_not_sent_to_the_next(
         time.sleep(0.01)
     assert [frames.parse(parts).request for parts in sent] == [8]
     worker._ahead.shutdown()
+    worker._queue.close()
+    served.alone.close()
+
+
+class Dealer:
+    """A connection to a coordinator that is not there at first, and says nothing."""
+
+    def __init__(self) -> None:
+        self.is_connected = False
+        self.sent: list[frames.FrameKind] = []
+
+    def poll(self, _: int) -> int:
+        return 0
+
+    def send_multipart(self, parts: list[Any], *_: Any, **__: Any) -> None:
+        if not self.is_connected:
+            raise zmq.Again
+        self.sent.append(frames.parse([bytes(part) for part in parts]).kind)
+
+
+def test_a_worker_greets_as_soon_as_there_is_a_connection(
+    toy: Callable[..., Path], coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And again only after a while."""
+    served = open_experts(toy("qwen3_moe", dtype=torch.bfloat16), 1 << 20, configure(threads=1))
+    worker, dealer = WorkerProcess(member("w"), served), Dealer()
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    worker._turn(dealer)  # type: ignore[arg-type]
+    dealer.is_connected = True
+    worker._turn(dealer)  # type: ignore[arg-type]
+    worker._turn(dealer)  # type: ignore[arg-type]
+    assert dealer.sent == [frames.FrameKind.HELLO]
+    now[0] = 101.0
+    worker._turn(dealer)  # type: ignore[arg-type]
+    assert dealer.sent == [frames.FrameKind.HELLO] * 2
+    worker._over()
     worker._queue.close()
     served.alone.close()
 

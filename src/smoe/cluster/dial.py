@@ -35,7 +35,7 @@ def dial(dealer: zmq.Socket[bytes], me: Worker, most_bytes: int) -> str:
     dealer.setsockopt(zmq.IMMEDIATE, 1)  # no queue while the coordinator is not there
     dealer.setsockopt(zmq.MAXMSGSIZE, most_bytes)
     dealer.setsockopt(zmq.RECONNECT_IVL, 100)
-    dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+    dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 400)
     dealer.connect(at.address)
     return at.address
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -144,12 +143,13 @@ class Fetcher:
             self._is_in = False
             self._on_change("lost the coordinator; waiting for it")
         if now - max(self._received_at, self._sent_at) > _PATIENCE_SECONDS:
-            self._sent_at = now
-            self._greet(dealer)
+            if self._greet(dealer):
+                self._sent_at = now
         elif self._is_in and self._received is not None:
             self._ask(dealer)
 
-    def _greet(self, dealer: zmq.Socket[bytes]) -> None:
+    def _greet(self, dealer: zmq.Socket[bytes]) -> bool:
+        """Send FILES. Return whether there is a connection to the coordinator."""
         fields = {
             "smoe": __version__,
             "name": self.me.name,
@@ -158,8 +158,11 @@ class Fetcher:
             "known": None if self._sent is None else self._sent.mark,
             "missing_bytes": None if self._received is None else self._received.missing_bytes,
         }
-        with suppress(zmq.Again):  # the coordinator is not there
+        try:
             dealer.send_multipart(frames.talk(FrameKind.FILES, fields), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
 
     def _answer(self, frame: Frame) -> None:
         if frame.kind is FrameKind.REFUSED:
@@ -180,7 +183,9 @@ class Fetcher:
             if type(done) is int and type(total) is int:
                 self._on_course(Course("the coordinator sums", done, total))
         elif frame.kind is FrameKind.MANIFEST:
-            self._begin(files.parse_manifest(frame))
+            sent = files.parse_manifest(frame)
+            if self._received is None or self._sent is None or sent.mark != self._sent.mark:
+                self._begin(sent)
         self._ask_again()
 
     def _begin(self, sent: Manifest) -> None:

@@ -213,6 +213,8 @@ class Courier:
             known = self._summed()
             with self._changed:
                 self._known = known
+                self._ready.extend((asker.route, files.manifest(known.manifest)) for asker in self._askers.values())
+            self._ring()
         elif key:
             self._fetch(known, route, place)
 

@@ -11,7 +11,6 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -41,7 +40,8 @@ class Talking(ABC):
         self._on_change = on_change
         self._queue: PollableQueue[list[Any]] = PollableQueue()
         self._received_at = self._sent_at = 0.0
-        self._is_in = False
+        self._is_in = self._has_greeted = False
+        """Whether the coordinator has answered, and whether a greeting has been sent since it last had to be."""
         self.is_ending = False
         """Whether `end` was called."""
 
@@ -60,6 +60,8 @@ class Talking(ABC):
                 poller.register(dealer, zmq.POLLIN)
                 poller.register(self._queue.fileno(), zmq.POLLIN)
                 while not self.is_ending:
+                    connected = 0 if self._is_in or self._has_greeted else zmq.POLLOUT
+                    poller.modify(dealer, zmq.POLLIN | connected)
                     poller.poll(int(1000 * BEAT_SECONDS))
                     self._turn(dealer)
                     if not self._is_in:
@@ -107,16 +109,21 @@ class Talking(ABC):
             self._is_in = False
             self._lost()
             self._on_change("lost the coordinator; waiting for it")
-        if not self._is_in and now - self._sent_at > _HELLO_SECONDS:
+        if not self._is_in and (now - self._sent_at > _HELLO_SECONDS or not self._has_greeted):
             self._sent_at = now
-            self._send(dealer, self._greeting())
+            self._has_greeted = self._send(dealer, self._greeting())
         elif self._is_in and now - self._sent_at > BEAT_SECONDS:
             self._sent_at = now
             self._send(dealer, frames.alone(FrameKind.BEAT))
 
-    def _send(self, dealer: zmq.Socket[bytes], parts: list[Any]) -> None:
-        with suppress(zmq.Again):  # the coordinator is not there; the waiting thread asks another one
+    def _send(self, dealer: zmq.Socket[bytes], parts: list[Any]) -> bool:
+        """Return whether there is a connection. Without one the message is dropped: the waiting thread asks another
+        worker."""
+        try:
             dealer.send_multipart(parts, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        return True
 
     def _hear(self, dealer: zmq.Socket[bytes], parts: list[Any]) -> None:
         try:
