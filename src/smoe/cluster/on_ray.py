@@ -75,6 +75,7 @@ class Actor:
         self._opening, self._threads = opening, threads
         self._process: WorkerProcess | None = None
         self._served: Served | None = None
+        self._is_ending = False
 
     def begin(self) -> dict[str, Any]:
         """Open the experts. Return `host`, `process`, the public `key` that the coordinator must admit, and `slots`. If
@@ -97,9 +98,11 @@ class Actor:
 
         if self._served is None or key != self._me.keys.public:
             return None
-        self._process = WorkerProcess(self._me, self._served, self._say)
+        process = self._process = WorkerProcess(self._me, self._served, self._say)
+        if self._is_ending:  # `end` did not find the process
+            process.end()
         try:
-            self._process.serve()
+            process.serve()
         except (SmoeError, OSError) as error:
             self._say(f"ends: {error}")
             return str(error)
@@ -109,6 +112,7 @@ class Actor:
 
     def end(self) -> None:
         """Make `serve` return soon."""
+        self._is_ending = True
         if self._process is not None:
             self._process.end()
         else:
