@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -17,6 +18,7 @@ pytest.importorskip("zmq")
 from transformers import PreTrainedModel
 
 from smoe.cluster.identity import Coordinator, Worker, accepted, invitation, new_coordinator, store_coordinator
+from smoe.cluster.members import Member
 from smoe.cluster.remote import Cluster
 from smoe.cluster.worker import WorkerProcess
 from smoe.errors import ClusterError
@@ -24,6 +26,7 @@ from smoe.load.worker_experts import open_experts
 from smoe.presets import configure
 
 Start = Callable[..., list[WorkerProcess]]
+GiveUpWhen = Callable[[Callable[[Cluster], Any]], None]
 BY_TURNS: dict[str, Any] = {"placement": "round-robin", "prefetch": "next-gate", "eviction": "lru"}
 
 
@@ -97,6 +100,23 @@ def served_or_refused(worker: WorkerProcess) -> None:
     """A worker that the coordinator refuses ends; a process would say why."""
     with suppress(ClusterError):
         worker.serve()
+
+
+@pytest.fixture
+def give_up_when(monkeypatch: pytest.MonkeyPatch) -> GiveUpWhen:
+    """`give_up_when(is_over)`: the coordinator's time to wait for workers ends as soon as this is so."""
+    wait = Cluster.wait
+
+    def patched(is_over: Callable[[Cluster], Any]) -> None:
+        def until_over(cluster: Cluster, workers: int, seconds: float) -> list[Member]:
+            until = time.monotonic() + seconds
+            while not is_over(cluster) and time.monotonic() < until:
+                time.sleep(0.005)
+            return wait(cluster, workers, 0.0)
+
+        monkeypatch.setattr(Cluster, "wait", until_over)
+
+    return patched
 
 
 def member(name: str) -> Worker:

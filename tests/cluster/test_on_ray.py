@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -33,8 +34,10 @@ from smoe.cluster import on_ray
 from smoe.cluster.identity import Coordinator, KeyPair, Worker, new_coordinator, read_coordinator, store_coordinator
 from smoe.cluster.on_ray import OnRay, join_ray
 from smoe.cluster.remote import Cluster
+from smoe.cluster.worker import WorkerProcess
 from smoe.errors import ClusterError, ConfigError
 from tests import oracle
+from tests.cluster.conftest import GiveUpWhen
 from tests.cluster.ray_stand_in import StandIn
 from tests.test_layering import ALL, imports
 
@@ -164,6 +167,26 @@ def test_who_dies_before_it_serves_is_asked_again(toy: Callable[..., Path], kept
     assert "Ray keeps trying" in kept.said[0] and len(kept.said) == 2
 
 
+def test_a_worker_ends_that_is_ended_while_it_begins_to_serve(
+    toy: Callable[..., Path], coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or whoever ends the workers would wait for it in vain."""
+    me = Worker("test", "w", coordinator.address, coordinator.keys.public, KeyPair("", ""))
+    actor = on_ray.Actor(me, partial(opened, str(toy("qwen3_moe", dtype=torch.bfloat16)), 1 << 20, None, "auto"), 1)
+    key = actor.begin()["key"]
+
+    class Ended(WorkerProcess):
+        def __init__(self, *given: Any) -> None:
+            actor.end()
+            super().__init__(*given)
+
+    monkeypatch.setattr("smoe.cluster.worker.WorkerProcess", Ended)
+    serving = threading.Thread(target=actor.serve, args=(key,), daemon=True)
+    serving.start()
+    serving.join(20)
+    assert not serving.is_alive()
+
+
 def test_whom_ray_cannot_make_is_given_up(kept: Kept, ray: StandIn) -> None:
     kept.workers.start(1, partial(time.sleep, 1), 1)
     ray.actors[0].dies(is_for_ever=True)
@@ -172,10 +195,13 @@ def test_whom_ray_cannot_make_is_given_up(kept: Kept, ray: StandIn) -> None:
     assert not kept.workers.names
 
 
-def test_who_is_refused_by_main_is_given_up(toy: Callable[..., Path], kept: Kept, open_model: Open) -> None:
+def test_who_is_refused_by_main_is_given_up(
+    toy: Callable[..., Path], kept: Kept, open_model: Open, give_up_when: GiveUpWhen
+) -> None:
     kept.start(toy("mixtral", dtype=torch.bfloat16), 1)
+    give_up_when(lambda cluster: cluster.refused)
     with pytest.raises(ClusterError, match="0 of 1 workers"):
-        open_model(toy("qwen3_moe", dtype=torch.bfloat16), "minimum", cluster="test", cluster_timeout_seconds=2.0)
+        open_model(toy("qwen3_moe", dtype=torch.bfloat16), "minimum", cluster="test")
     kept.turns_until(lambda: "its weights" in kept.said[-1])
     assert kept.workers.names == [] and read_coordinator("test").workers == {}
 

@@ -26,7 +26,7 @@ from smoe.load.remote_draft import DraftFiles
 from smoe.policy.prediction import Prediction
 from smoe.runtime.draft_model import Greedy
 from tests import oracle, zoo
-from tests.cluster.conftest import BY_TURNS, cluster_of, member, served_or_refused
+from tests.cluster.conftest import BY_TURNS, GiveUpWhen, cluster_of, member, served_or_refused
 from tests.packs import pack_folder
 
 Open = Callable[..., PreTrainedModel]
@@ -176,10 +176,9 @@ def test_a_draft_that_is_lost_is_taken_back(folder: Path, start: Start, shade: S
     assert until(lambda: cluster.draft["layers_named"] > before), "it was told all that it had not heard"
 
 
-def silenced(self: Any, dealer: Any, parts: list[Any]) -> None:
+def silenced(self: Any, dealer: Any, parts: list[Any]) -> bool:
     """In the place of `Talking._send`: a process that was killed says no good-bye."""
-    if not getattr(self, "is_silent", False):
-        DraftProcess._send(self, dealer, parts)
+    return getattr(self, "is_silent", False) or DraftProcess._send(self, dealer, parts)
 
 
 class Frozen(DraftProcess):
@@ -289,10 +288,13 @@ def test_what_cannot_be_opened_is_said_and_not_waited_for(
     oracle.assert_same_steps(oracle.greedy(model, new_tokens=4), oracle.greedy(oracle.reference(folder), new_tokens=4))
 
 
-def test_another_model_s_draft_is_refused(folder: Path, start: Start, shade: Shade, open_model: Open, toy: Any) -> None:
+def test_another_model_s_draft_is_refused(
+    folder: Path, start: Start, shade: Shade, open_model: Open, toy: Any, give_up_when: GiveUpWhen
+) -> None:
     start(folder, 1)
     other = shade(toy("qwen3_moe", dtype=torch.bfloat16))
-    model = open_model(folder, "minimum", cluster_timeout_seconds=2.0, **APART)
+    give_up_when(lambda cluster: other._queue.fileno() < 0 and cluster._here_now())  # it has ended
+    model = open_model(folder, "minimum", **APART)
     assert cluster_of(model).draft is None
     with pytest.raises(ClusterError, match="its weights is"):
         other.serve()

@@ -26,6 +26,7 @@ from smoe.errors import ClusterError
 from smoe.kernels import machine_code
 from smoe.kernels.isa import widest
 from tests import oracle, promised
+from tests.cluster.conftest import GiveUpWhen
 
 Open = Callable[..., PreTrainedModel]
 Join = Callable[..., "subprocess.Popen[bytes]"]
@@ -131,12 +132,13 @@ def test_the_process_has_begun_anew(toy: Callable[..., Path], join: Join, open_m
 
 
 def test_a_model_that_needs_torch_is_refused_by_name(
-    toy: Callable[..., Path], join: Join, open_model: Open, tmp_path: Path
+    toy: Callable[..., Path], join: Join, open_model: Open, give_up_when: GiveUpWhen, tmp_path: Path
 ) -> None:
     folder = toy("qwen3_moe")
     worker = join(folder, "small")
+    give_up_when(lambda _: worker.poll() is not None)
     with pytest.raises(ClusterError, match="0 of 1 workers"):
-        open_model(folder, "minimum", cluster="test", cluster_timeout_seconds=4.0, dtype="float32")
+        open_model(folder, "minimum", cluster="test", cluster_timeout_seconds=30.0, dtype="float32")
     assert worker.wait(20) == REFUSED
     assert "the coordinator refuses worker" in (tmp_path / "small.log").read_text()
 
