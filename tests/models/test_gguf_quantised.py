@@ -53,12 +53,11 @@ def test_logits_are_those_of_the_dequantised_model(
 ) -> None:
     path, theirs = gguf_toy.quantised(tmp_path / "toy.gguf", mixture)
     wanted = steps(theirs, oracle.PROMPT)
-    full, minimum = (
-        steps(open_model(path, budget, kernels=kernels, activations="bf16"), oracle.PROMPT)
-        for budget in ("full", "minimum")
-    )
-    assert all(map(torch.equal, full, minimum)), "a result that hangs on the budget"
-    assert_near(full, wanted, 0.04, others=2)
+    minimum = steps(open_model(path, "minimum", kernels=kernels, activations="bf16"), oracle.PROMPT)
+    assert_near(minimum, wanted, 0.04, others=2)
+    if kernels == "auto":  # with torch's: test_experts_may_be_quantised_in_part
+        full = steps(open_model(path, "full", activations="bf16"), oracle.PROMPT)
+        assert all(map(torch.equal, full, minimum)), "a result that hangs on the budget"
 
 
 @pytest.mark.parametrize("mixture", ["Q4_0", "Q4_K_M", "MXFP4", "IQ4_XS"])
