@@ -102,8 +102,8 @@ def measure() -> dict[str, Measured]:
 def peaks(environment: Mapping[str, str]) -> dict[str, Held]:
     """By command line."""
     for row in {row.line.split()[1]: row for row in ROWS}.values():
-        _peak(row, environment)  # compiles modules: a process that does this holds up to 100 MiB more
-    return {row.line: _peak(row, environment) for row in ROWS}
+        peak(row, environment)  # compiles modules: a process that does this holds up to 100 MiB more
+    return {row.line: peak(row, environment) for row in ROWS}
 
 
 def baselines(environment: Mapping[str, str]) -> dict[str, Held]:
@@ -122,7 +122,7 @@ def _imports(names: Sequence[str], environment: Mapping[str, str]) -> Held:
     return _run([sys.executable, "-c", f"{_PEAK}{lines}say()"], environment)
 
 
-def _peak(row: Row, environment: Mapping[str, str]) -> Held:
+def peak(row: Row, environment: Mapping[str, str]) -> Held:
     words = row.line.split()[1:]
     if words[0] == "serve":
         with running(words[1], 4, words[2:]) as process:

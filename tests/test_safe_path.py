@@ -80,12 +80,28 @@ def commands() -> Iterator[tuple[str, ...]]:
             yield str(group.name), command.name or command.callback.__name__  # type: ignore[union-attr]
 
 
+ALL_COMMANDS = """
+import sys
+sys.orig_argv, sys.argv = [sys.executable, "-m", "smoe", "--help"], ["-m", "--help"]  # read when smoe is imported
+from smoe.cli import main
+for command in {commands!r}:
+    sys.argv = ["smoe", *command, "--help"]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, command
+"""
+"""As `python -m smoe` runs one command, in one process for all of them."""
+
+
 def test_every_command_leaves_the_folder_alone_that_it_is_started_in(spared: Path, environment: dict[str, str]) -> None:
-    for command in commands():
-        line = [sys.executable, "-m", "smoe", *command, "--help"]
+    every = ["-c", ALL_COMMANDS.format(commands=list(commands()))]
+    for words in (["-m", "smoe", "generate", "--help"], every):
+        line = [sys.executable, *words]
         ended = subprocess.run(line, cwd=spared, env=environment, capture_output=True, text=True, timeout=120)
-        assert ended.returncode == 0, f"{command}: {ended.stderr}"
-        assert ran_in(spared) == [], command
+        assert ended.returncode == 0, ended.stderr
+        assert ran_in(spared) == [], words
+    assert ended.stdout.count("Usage: ") == len(list(commands()))
 
 
 @pytest.mark.slow

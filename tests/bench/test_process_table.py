@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.process_table import PAGE, ROWS, baselines, peaks, table, written
+from bench.process_table import PAGE, ROWS, baselines, peak, table, written
 from smoe.machine.process_memory import LIBRARIES_BYTES
 from smoe.user_cache import PLACE
 from tests.fixtures import cache_with
@@ -46,10 +46,15 @@ def test_what_was_promised_of_it() -> None:
 def test_what_is_measured_is_near_the_table(tmp_path: Path, object_code: Path) -> None:
     environment = {**os.environ, PLACE: cache_with(object_code, tmp_path / "cache")}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    commands, libraries = peaks(environment), baselines(environment)
-    for line, printed in PRINTED.items():
-        held, imported = commands[line], libraries[line]
-        assert held.peak - held.files == pytest.approx(printed.peak - printed.files, rel=WITHIN), line
+    for row in ROWS:
+        line, printed = row.line, PRINTED[row.line]
+        near = pytest.approx(printed.peak - printed.files, rel=WITHIN)
+        held = peak(row, environment)
+        if held.peak - held.files != near:  # perhaps it has compiled modules, which takes memory of its own
+            held = peak(row, environment)
+        assert held.peak - held.files == near, line
+    for line, imported in baselines(environment).items():
+        printed = PRINTED[line]
         assert imported.peak - imported.files == pytest.approx(printed.libraries - printed.library_files, rel=WITHIN), (
             line
         )
