@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from smoe.errors import ConfigError
+from smoe.load.tokenizer import load_tokenizer
 from smoe.machine import measure as hardware
 from smoe.units import identifier
+from tests.cli.conftest import Run
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not say what it holds")
 
@@ -28,7 +33,8 @@ def test_a_run_says_what_its_process_is_made_of(run, checkpoint):
 
 def test_a_plan_has_a_line_for_each(run, checkpoint):
     beside = run("plan", checkpoint, "--memory", "4MiB", "--json").json["beside_budget_bytes"]
-    assert tuple(beside) == tuple(map(identifier, LINES)) and min(beside.values()) > 0
+    assert tuple(beside) == tuple(map(identifier, (LINES[0], "tokenizer", *LINES[1:])))
+    assert all(beside[identifier(line)] > 0 for line in LINES)
     said = run("plan", checkpoint, "--memory", "4MiB").out
     assert all(line in said for line in (*LINES, "whole process at most"))
 
@@ -37,6 +43,38 @@ def test_what_the_budget_reserves_is_not_counted_twice():
     from smoe.machine.process_memory import outside_budget_bytes
 
     assert outside_budget_bytes(1 << 40)[LINES[-1]] == 0
+
+
+def test_a_plan_without_libraries_counts_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is one of the libraries where they are measured, as commands load it first. Would catch 50 MiB that a real
+    vocabulary takes from nowhere."""
+    from smoe.machine import process_memory
+
+    assert process_memory.outside_budget_bytes(0, vocabulary=152_000)["tokenizer"] == 0
+    monkeypatch.delitem(sys.modules, "torch")
+    assert 40 << 20 < process_memory.outside_budget_bytes(0, vocabulary=152_000)["tokenizer"] < 60 << 20
+
+
+@pytest.mark.parametrize("words", [("generate", "-p", "Hello"), ("serve", "--port", "0"), ("chat",)])
+def test_the_tokenizer_is_built_before_the_model(
+    words: tuple[str, ...], run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch one that is built while experts fill the budget: 230 MiB for a moment, for 152,000 tokens."""
+    order = list[str]()
+    build = load_tokenizer
+
+    def tokenizer(*arguments: Any) -> Any:
+        order.append("tokenizer")
+        return build(*arguments)
+
+    def model(*arguments: Any) -> Any:
+        order.append("model")
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr("smoe.load.tokenizer.load_tokenizer", tokenizer)
+    monkeypatch.setattr("smoe.cli.session.load", model)
+    assert "far enough" in run(words[0], checkpoint, *words[1:], "--memory", "16MiB").err
+    assert order == ["tokenizer", "model"]
 
 
 def test_what_takes_nothing_is_no_line(run, checkpoint, monkeypatch):

@@ -77,9 +77,9 @@ def command(
         )
     _sampling(sampling, None)  # bad values are refused before the model is loaded
     template = None if chat_template is None else read_template(chat_template)
+    tokenizer = load_tokenizer(model, engine.revision, template)
     with loaded(model, settings, engine.revision) as ready:
         chosen = _sampling(sampling, ready)
-        tokenizer = load_tokenizer(model, engine.revision, template)
         chat = Chat(ready, tokenizer, chosen, parses_control_tokens=parse_control_tokens)
         if model == "demo":
             note(_TOY)

@@ -191,10 +191,10 @@ def _run(
     from smoe.report.prompt_layers import PromptLayers
     from smoe.report.run import report_on
 
+    tokenizer = load_tokenizer(model, engine.revision)
     with loaded(model, config, engine.revision, texts) as ready, _shown(ready, model, texts, watch) as say:
         if tpot is not None:
             _meet(tpot, model, engine.preset, ready)
-        tokenizer = load_tokenizer(model, engine.revision)
         if tokenizer.chat_template is not None:
             note(
                 "this model has a chat template, which smoe chat uses; smoe generate does not use the template and "

@@ -290,8 +290,9 @@ def _serve(
         with suppress(OSError):
             note(text, is_asked=True)
 
+    tokenizer = load_tokenizer(model, engine.revision, template)
     with loaded(model, settings, engine.revision) as ready:
-        serving = Serving(ready, load_tokenizer(model, engine.revision, template), name, config)
+        serving = Serving(ready, tokenizer, name, config)
         if not serving.prompts.has_template:
             note(
                 "this model has no chat template: the server answers requests to /v1/completions, and refuses "

@@ -173,7 +173,8 @@ def outside_budget(spec: ModelSpec, config: EngineConfig) -> dict[str, int]:
     on a CPU."""
     is_quantised = spec.stored_bytes is not None and bool(spec.dense) and spec.dtype is BF16
     by_own_kernels = is_quantised and config.kernels != "torch" and widest() is not None
-    return outside_budget_bytes(reserved_kernel_bytes(spec.experts_bytes), by_own_kernels)
+    vocabulary = int(spec.config.get_text_config().vocab_size)
+    return outside_budget_bytes(reserved_kernel_bytes(spec.experts_bytes), by_own_kernels, vocabulary)
 
 
 def shortages_of(config: EngineConfig, ledger: Ledger, device: AnyDevice) -> list[str]:

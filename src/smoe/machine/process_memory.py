@@ -25,6 +25,9 @@ _STATUS = Path("/proc/self/status")
 LIBRARIES_BYTES = 440 * 2**20
 """The bytes of interpreter and libraries after they have been imported: torch 2.13 (CPU) and transformers 5.23 on
 Linux."""
+TOKENIZER_BYTES = 350
+"""The bytes of a tokenizer for each token of the vocabulary: 50 MiB were measured for 152,000 tokens with as many
+merges."""
 LIBRARY_CODE_BYTES = 128 * 2**20
 """The most bytes of program pages that loading a model and computing add: 79 MiB with torch 2.13 (CPU), and 110 MiB in
 a new environment, where the system maps larger ranges."""
@@ -64,8 +67,11 @@ class ProcessMemory(NamedTuple):
 
 def note_start() -> None:
     """Record the memory of the process before a model is loaded. Only the first call has an effect."""
+    if _before:
+        return
+    give_back_heap()
     held = _held()
-    if not _before and held is not None:
+    if held is not None:
         _before.append(held.own)
 
 
@@ -91,14 +97,16 @@ def process_memory(held_bytes: int) -> ProcessMemory | None:
     return ProcessMemory(whole, libraries, budget, whole - libraries - budget)
 
 
-def outside_budget_bytes(reserved_bytes: int, by_own_kernels: bool = False) -> dict[str, int]:
+def outside_budget_bytes(reserved_bytes: int, by_own_kernels: bool = False, vocabulary: int = 0) -> dict[str, int]:
     """Return the largest memory that a process on a CPU needs outside the budget: the bytes, by a name for display.
 
     `reserved_bytes`: the bytes of the library's kernels that the budget includes. `by_own_kernels`: whether our kernels
-    compute all large products.
+    compute all large products. `vocabulary`: the number of tokens of the tokenizer. In a process that has loaded the
+    libraries, the tokenizer counts as one of them if it was loaded before the model.
     """
     give_back_heap()
     lines = {} if (libraries := libraries_bytes()) is None else {"interpreter and libraries": libraries}
+    lines["tokenizer"] = 0 if "torch" in sys.modules else vocabulary * TOKENIZER_BYTES
     lines["their code, once they compute"] = OWN_KERNELS_CODE_BYTES if by_own_kernels else LIBRARY_CODE_BYTES
     lines["their kernels and scratch"] = max(0, LIBRARY_SCRATCH_BYTES - reserved_bytes)
     return lines
