@@ -19,8 +19,9 @@ from urllib.request import getproxies, proxy_bypass
 
 from smoe.errors import ModelError, SmoeError
 from smoe.models.gguf_names import labels_of
-from smoe.models.released_schemes import MODELOPT_FILE
 
+MODELOPT_FILE = "hf_quant_config.json"
+"""The file in which ModelOpt writes the settings of a quantized checkpoint."""
 HINT = "; check the name, the network, and for gated models that you are logged in (hf auth login)"
 """The advice at the end of messages about models that the hub does not provide."""
 PATIENCE_SECONDS = 2.0

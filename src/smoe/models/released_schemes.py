@@ -31,9 +31,9 @@ from smoe.formats.base import Format
 from smoe.formats.mxfp4 import MXFP4_PAIRS
 from smoe.formats.released import FP8, NVFP4, NVFP4_GROUP, WEIGHTS
 from smoe.memory.checkpoint_json import read_object
+from smoe.models.hub import MODELOPT_FILE
 from smoe.models.module_names import in_decoder, is_named
 
-MODELOPT_FILE = "hf_quant_config.json"
 _KEYS = ("quantization_config", "compression_config")
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 """Names of the language model's configuration within that of a multimodal model."""
