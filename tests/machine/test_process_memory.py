@@ -31,7 +31,7 @@ def measured(case: str, **options: object) -> dict:
 def test_long_prompts_and_random_requests_grow_the_process_by_little(case, dtype):
     """Would catch a library that keeps a kernel for every number of rows (245 MiB and 316 MiB), and memory that is lent
     to experts and taken back without being freed."""
-    found = measured(case, soak=10, dtype=dtype)
+    found = measured(case, soak=4, dtype=dtype)
     assert found["lent_mib"] > 0 or case == "demo-soak"
     assert found["grown_since_first_request_mib"] <= MOST_MIB
     assert found["grown_in_the_second_half_mib"] <= 16 + found["lent_mib"]
