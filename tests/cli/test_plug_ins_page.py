@@ -22,7 +22,8 @@ PROGRAMS = re.findall(r"^```python\n(.*?)^```", PAGE, re.S | re.M)
 COMMANDS = re.findall(r"^\$ smoe (.*)$", PAGE, re.M)
 (PACKAGE,) = re.findall(r"^```toml\n(.*?)^```", PAGE, re.S | re.M)
 LONG = ("eval", "verify")
-"""Commands that take a small model in place of the embedded one."""
+"""Commands that take a small model in place of the embedded one, and `FEWER` tokens."""
+FEWER = {"640": "64"}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,8 @@ def read(folder: Path, small: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -
 
     def read(command: str) -> Ran:
         words = shlex.split(command)
-        ran = run(*(str(small) if words[0] in LONG and word == "demo" else word for word in words))
+        shorter = {"demo": str(small), **FEWER} if words[0] in LONG else {}
+        ran = run(*(shorter.get(word, word) for word in words))
         assert ran.code == 0, (command, ran.err)
         return ran
 
