@@ -170,4 +170,4 @@ def test_a_policy_for_each_format_where_there_are_low_slots() -> None:
 def test_auto_is_plain_where_all_of_a_format_fit() -> None:
     sizes = [PoolSize(4, 2), PoolSize(LAYERS * EXPERTS, 2, (), LOW)]
     pools = make_eviction_for(EvictionSettings("auto"), sizes, dict.fromkeys(range(LAYERS), EXPERTS))
-    assert pools.rule == "fading, lru"
+    assert pools.rule == "fading-counts, lru"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import threading
 import weakref
@@ -13,7 +14,7 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from smoe.errors import ContextError, EngineStateError
+from smoe.errors import ConfigError, ContextError, EngineStateError
 from smoe.metrics import Counters
 from smoe.models.kv_cache import RowCache
 from tests import oracle
@@ -30,9 +31,22 @@ def test_close_is_idempotent_and_final(toy: Callable[..., Path], open_model: Ope
     for _ in range(3):
         model.offload.close()
     assert not engine_threads() - before
-    for use in (lambda: model(oracle.PROMPT), lambda: model.generate(oracle.PROMPT, max_new_tokens=2)):
+    engine = model.offload
+    uses: dict[str, Callable[[], object]] = {
+        "with": engine.__enter__,
+        "call": lambda: model(oracle.PROMPT),
+        "generate": lambda: model.generate(oracle.PROMPT, max_new_tokens=2),
+        "new_cache": engine.new_cache,
+        "new_caches": engine.new_caches,
+        "use_alpha": lambda: engine.use_alpha(0.0),
+        "use_eviction": lambda: engine.use_eviction(engine.eviction_settings),
+    }
+    for use in uses.values():
         with pytest.raises(EngineStateError, match="closed"):
             use()
+    done, facts = engine.stats(), engine.describe()
+    assert done.forward_passes == 1 and facts["slots"] and not engine.cancel()
+    assert engine.now() and "closed" in repr(engine) and engine.peak_memory_bytes()
 
 
 def test_context_manager_closes(toy: Callable[..., Path], open_model: Open) -> None:
@@ -96,6 +110,72 @@ def test_a_foreign_cache_is_refused(toy: Callable[..., Path], open_model: Open) 
             use()
 
 
+def test_another_engines_cache_is_refused(toy: Callable[..., Path], open_model: Open) -> None:
+    """Would catch a pass whose keys are in the memory of another model; also a cache without any owner."""
+    folder = toy("mixtral")
+    model, other = open_model(folder), open_model(folder)
+    for foreign in (other.offload.new_cache(), RowCache(model.config, 1, oracle.CONTEXT)):
+        for use in (
+            lambda cache=foreign: model(oracle.PROMPT, past_key_values=cache),
+            lambda cache=foreign: model.generate(oracle.PROMPT, past_key_values=cache, max_new_tokens=2),
+        ):
+            with pytest.raises(EngineStateError, match=r"belongs to another model's engine; pass no cache, or a cache"):
+                use()
+        assert foreign.length == foreign.nbytes == 0
+    assert model.offload.stats().forward_passes == other.offload.stats().forward_passes == 0
+    model(oracle.PROMPT, past_key_values=model.offload.new_cache())
+
+
+@pytest.mark.parametrize("rows", [0, -1, 81, True, "a", 1.5, None], ids=repr)
+def test_an_impossible_number_of_rows_is_refused(rows: object, toy: Callable[..., Path], open_model: Open) -> None:
+    """Would catch a division by zero, and rows that share fewer than a position each."""
+    engine = open_model(toy("mixtral"), context_tokens=40, max_sequences=2).offload
+    with pytest.raises(ConfigError, match=r"`sequences` is .*; it must be a whole number from 1 to 80") as refused:
+        engine.new_cache(rows)
+    assert refused.value.facts["setting"] == "sequences"
+    assert engine.new_cache(80).capacity_tokens == 1
+
+
+@pytest.mark.parametrize("seconds", ["x", -1, math.nan, True], ids=repr)
+def test_an_impossible_wait_is_refused(seconds: object, toy: Callable[..., Path], open_model: Open) -> None:
+    model = open_model(toy("mixtral"))
+    with pytest.raises(ConfigError, match=r"`timeout_seconds` is .*; it must be a number of seconds of at least 0, or"):
+        model.offload.close(seconds)
+    model(oracle.PROMPT)
+
+
+@pytest.mark.parametrize("alpha", ["x", -1, 2, True], ids=repr)
+def test_an_impossible_alpha_is_refused(alpha: object, toy: Callable[..., Path], open_model: Open) -> None:
+    with pytest.raises(ConfigError, match=r"`alpha` is .*; it must be a number from 0 \(exact\) to 1"):
+        open_model(toy("mixtral"), alpha=0.3).offload.use_alpha(alpha)
+
+
+NOTHING = {
+    "no tokens": torch.zeros(1, 0, dtype=torch.long),
+    "no rows": torch.zeros(0, 3, dtype=torch.long),
+    "no batch": torch.zeros(3, dtype=torch.long),
+    "a list": [1, 2, 3],
+}
+
+
+@pytest.mark.parametrize("what", NOTHING)
+def test_an_input_without_tokens_is_refused(what: str, toy: Callable[..., Path], open_model: Open) -> None:
+    """transformers fails at these, too, by errors about its own operations."""
+    folder, given = toy("mixtral"), NOTHING[what]
+    model, theirs = open_model(folder), oracle.reference(folder)
+    with pytest.raises((RuntimeError, TypeError)):
+        theirs(given)
+    for use in (
+        lambda: model(given),
+        lambda: model.generate(given, max_new_tokens=2),
+        lambda: model.generate(input_ids=given, max_new_tokens=2),
+    ):
+        with pytest.raises(ConfigError, match=r"`input(s|_ids)` is a .*; it must be a tensor \[rows, tokens, ...\] of"):
+            use()
+    assert model.offload.stats().forward_passes == 0
+    assert model.generate(max_new_tokens=2, min_new_tokens=2).shape == (1, 3)
+
+
 def test_a_cache_for_other_rows_is_refused(toy: Callable[..., Path], open_model: Open) -> None:
     model = open_model(toy("mixtral"), max_sequences=2)
     with pytest.raises(EngineStateError, match="2 sequences"):
@@ -121,17 +201,31 @@ def test_as_many_new_tokens_as_fit_are_generated(toy: Callable[..., Path], open_
     most = 40 - oracle.PROMPT_TOKENS + 1
     assert model.generate(oracle.PROMPT, max_new_tokens=most, min_new_tokens=most).shape[1] == 41
     with pytest.raises(
-        ContextError, match=r"41 tokens .* of 40 tokens .* reserved; lower `max_new_tokens` by 1, shorten"
+        ContextError,
+        match=r"a prompt of 24 tokens and 18 new tokens need 41 positions \(the last new token needs none\), which do "
+        "not fit the context of 40 tokens .* reserved; lower `max_new_tokens` by 1, shorten the prompt by 1 or raise",
     ):
         model.generate(oracle.PROMPT, max_new_tokens=most + 1)
+
+
+@pytest.mark.parametrize("asked", [{"max_new_tokens": 30}, {"max_length": 78}], ids=str)
+def test_a_prompt_that_is_too_long_is_to_be_shortened(
+    asked: dict[str, int], toy: Callable[..., Path], open_model: Open
+) -> None:
+    """Would catch the advice to generate fewer new tokens than none."""
+    model = open_model(toy("mixtral"), context_tokens=40)
+    long = oracle.PROMPT.repeat(1, 2)
+    with pytest.raises(ContextError, match=r"48 tokens and 30 new tokens .* reserved; shorten the prompt by 37 or ra"):
+        model.generate(long, **asked)
+    assert model.generate(long[:, : 48 - 37], **asked | {"max_new_tokens": 30}).shape[1] <= 41
 
 
 def test_sequences_that_share_a_context_are_told_so(toy: Callable[..., Path], open_model: Open) -> None:
     """Also of a cache that the caller has made."""
     model = open_model(toy("mixtral"), context_tokens=60)
     pair = oracle.PROMPT.repeat(2, 1)
-    more = "39 tokens do not fit the context of 30 tokens for which memory is reserved for each of 2 sequences; "
-    more += "lower `max_new_tokens` by 9, shorten the prompt or raise `context_tokens` or `max_sequences`, "
+    more = "need 39 positions .* the context of 30 tokens for which memory is reserved for each of 2 sequences; "
+    more += "lower `max_new_tokens` by 9, shorten the prompt by 9 or raise `context_tokens` or `max_sequences`, "
     more += "whose product all sequences share"
     for given in ({}, {"past_key_values": model.offload.new_cache(2)}):
         with pytest.raises(ContextError, match=more):
@@ -193,7 +287,7 @@ def test_describe_adds_up(toy: Callable[..., Path], open_model: Open) -> None:
     facts = engine.describe()
     assert sum(facts["bytes"].values()) <= facts["memory_budget_bytes"]
     assert facts["slots"] == 16 and facts["resident_share"] == 0.5
-    assert engine.config.eviction == "auto" and facts["eviction_rule"] == "fading"
+    assert engine.config.eviction == "auto" and facts["eviction_rule"] == "fading-counts"
     assert engine.peak_memory_bytes() <= facts["memory_budget_bytes"]
 
 

@@ -86,7 +86,8 @@ class RowCache(DynamicCache):
                 "input's number of sequences"
             )
         if self.length + tokens > self.capacity_tokens:
-            raise self._too_small(self.length + tokens, "shorten the prompt")
+            end = self.length + tokens
+            raise self._too_small(end, f"{end} tokens", "shorten the prompt")
         self._pending = tokens
         self.back(0, rows, self.start + self.length + tokens)
 
@@ -118,16 +119,25 @@ class RowCache(DynamicCache):
                 _let_go(strip)
         self._backed[row] = blocks
 
-    def check_room(self, tokens: int) -> None:
-        """Raise `ContextError` if `tokens` tokens in each row would exceed the cache's capacity. A call that generates
-        tokens checks this before anything is computed."""
-        if tokens > self.capacity_tokens:
-            fewer = f"lower `max_new_tokens` by {tokens - self.capacity_tokens}, shorten the prompt"
-            raise self._too_small(tokens, fewer)
+    def check_room(self, prompt_tokens: int, new_tokens: int) -> None:
+        """Raise `ContextError` if a prompt and new tokens in each row would exceed the cache's capacity. The last new
+        token takes no position. A call that generates tokens checks this before anything is computed."""
+        positions = prompt_tokens + new_tokens - 1
+        if positions <= self.capacity_tokens:
+            return
+        excess = positions - self.capacity_tokens
+        fewer = f"shorten the prompt by {excess}"
+        if excess < new_tokens:
+            fewer = f"lower `max_new_tokens` by {excess}, {fewer}"
+        what = (
+            f"a prompt of {prompt_tokens} tokens and {new_tokens} new tokens need {positions} positions (the last new "
+            "token needs none), which"
+        )
+        raise self._too_small(positions, what, fewer)
 
-    def _too_small(self, tokens: int, fewer: str) -> ContextError:
-        """Return the error that `tokens` tokens in a row exceed the capacity. `fewer`: advice for the message how to
-        need fewer tokens."""
+    def _too_small(self, tokens: int, what: str, fewer: str) -> ContextError:
+        """Return the error that `tokens` tokens in a row exceed the capacity. `what`: the phrase that names these
+        tokens in the message; `fewer`: advice for the message how to need fewer tokens."""
         if self.rows == 1:
             room, more, needed = "", "`context_tokens`", f"at least {tokens} for these tokens"
         else:
@@ -135,8 +145,8 @@ class RowCache(DynamicCache):
             more = "`context_tokens` or `max_sequences`, whose product all sequences share"
             needed = f"as many as make {tokens * self.rows} positions with `max_sequences`"
         return ContextError(
-            f"{tokens} tokens do not fit the context of {self.capacity_tokens} tokens for which memory is "
-            f"reserved{room}; {fewer} or raise {more}",
+            f"{what} do not fit the context of {self.capacity_tokens} tokens for which memory is reserved{room}; "
+            f"{fewer} or raise {more}",
             setting="context_tokens",
             given=self.capacity_tokens,
             allowed=needed,
@@ -272,6 +282,10 @@ class RowCache(DynamicCache):
         for layer in self.layers:
             if not isinstance(layer, (Positioned, _PositionedSliding)):
                 layer.reset()
+
+    def is_in(self, memory: CacheMemory) -> bool:
+        """Return whether `memory` is the owner of this cache's memory."""
+        return self._room is not None and self._room() is memory
 
     @property
     def is_retired(self) -> bool:

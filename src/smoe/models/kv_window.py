@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from smoe.models.kv_cache import Positioned, RowCache, _PositionedSliding
+from smoe.models.kv_cache import CacheMemory, Positioned, RowCache, _PositionedSliding
 
 
 class KVWindow(RowCache):
@@ -45,6 +45,9 @@ class KVWindow(RowCache):
 
     def back(self, first: int, rows: int, end: int) -> None:
         self._whole.back(self._first + first, rows, end)
+
+    def is_in(self, memory: CacheMemory) -> bool:
+        return self._whole.is_in(memory)
 
     def check_alive(self) -> None:
         self._whole.check_alive()

@@ -7,6 +7,7 @@ garbage collection frees its memory and ends its threads.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from smoe.config import EngineConfig
+from smoe.config import SETTINGS, EngineConfig
 from smoe.errors import ConfigError
 from smoe.memory.arena import Arena
 from smoe.memory.pacing import Pacing
@@ -35,7 +36,10 @@ from smoe.runtime.observer import RoutingList, StepObserver
 from smoe.runtime.passes import Passes
 from smoe.runtime.reserve import Reserve
 from smoe.runtime.substitution import substitution_of
+from smoe.settings import Number
 from smoe.units import format_bytes, identifier
+
+_SECONDS = Number("a number of seconds of at least 0", lambda value: 0 <= value < math.inf)
 
 
 class Engine:
@@ -104,7 +108,8 @@ class Engine:
 
     def new_cache(self, sequences: int = 1) -> RowCache:
         """Return a KV cache of `sequences` rows within the memory budget. The rows share `context_tokens *
-        max_sequences` positions.
+        max_sequences` positions, so `sequences` is at most this product; other values raise `ConfigError`. Only this
+        engine's model can use the cache.
 
         If the budget has no room for the cache, the oldest caches are invalidated. The call waits while another request
         is running.
@@ -119,8 +124,11 @@ class Engine:
 
     def use_alpha(self, alpha: float) -> None:
         """Set the substitution threshold `alpha`, empty the expert cache and set counters to zero. Raise `ConfigError`
-        if alpha is above 0 and the model was loaded without router scores: with alpha 0 and an eviction policy that
-        needs none."""
+        unless alpha is a number from 0 to 1, and if alpha is above 0 and the model was loaded without router scores:
+        with alpha 0 and an eviction policy that needs none."""
+        allowed = SETTINGS["alpha"].allowed
+        if not allowed.admits(alpha):
+            raise allowed.refusal("alpha", alpha)
         if alpha > 0 and not self.rules:
             raise ConfigError(
                 "substituting experts needs the routers' scores: load the model with an alpha above 0, or with "
@@ -193,13 +201,19 @@ class Engine:
         return self.passes.turns.cancel("this request was cancelled by model.offload.cancel()")
 
     def close(self, timeout_seconds: float | None = None) -> None:
-        """Cancel the running request, stop the threads and free the memory. Repeated calls have no effect; other
-        methods fail afterwards.
+        """Cancel the running request, stop the threads and free the memory. Repeated calls have no effect.
 
-        A request of another thread ends at its next layer. If that takes longer than `timeout_seconds`,
+        Afterwards a `with` statement on the engine, calls of the model and its `generate`, and `new_cache`,
+        `new_caches`, `use_alpha` and `use_eviction` raise `EngineStateError`. The other methods work: `stats` and
+        `describe` return what they returned last, and `cancel` returns False.
+
+        `timeout_seconds`: a number of at least 0, or None to wait without a limit; other values raise `ConfigError`. A
+        request of another thread ends at its next layer. If that takes longer than `timeout_seconds`,
         `EngineBusyError` is raised, and the engine is closed when the request ends. If a request's own thread calls
         this (from a hook, a stopping criterion or a signal handler), the engine is closed when the request ends.
         """
+        if not (timeout_seconds is None or _SECONDS.admits(timeout_seconds)):
+            raise ConfigError.out_of_bounds("timeout_seconds", timeout_seconds, f"{_SECONDS.words}, or None")
         if not self._is_closed:
             self.passes.close(self._shut_down, timeout_seconds)
 
@@ -213,6 +227,7 @@ class Engine:
         self.executor.arrivals.forget()
 
     def __enter__(self) -> Engine:
+        self.passes.check_usable()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -258,7 +273,13 @@ class Engine:
         return self._arena.bytes
 
     def describe(self) -> dict[str, Any]:
-        """Return the entries of the memory budget and the numbers of slots as a dictionary, for programs."""
+        """Return the entries of the memory budget, the numbers of slots and the eviction rule as a dictionary, for
+        programs.
+
+        `eviction_rule` is the name of the policy by which experts are evicted at present. With `eviction` auto it is
+        lru, lfu, window or fading-counts (`policy/eviction/auto.py`), and lru if every expert fits. Several names,
+        separated by commas, are those of slots with different sizes or formats.
+        """
         return {
             "bytes": {identifier(name): count for name, count in self.ledger.entries().items()},
             "memory_budget_bytes": self.ledger.budget_bytes,

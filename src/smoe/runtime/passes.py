@@ -127,10 +127,10 @@ class Passes:
         if self.turns.is_mine and self._process == os.getpid():
             yield  # also while it is closing: the pass says so
             return
-        self._check_usable()
+        self.check_usable()
         with self.turns.taken(self._timeout_seconds, "turn_timeout_seconds", cancellations):
             try:
-                self._check_usable()
+                self.check_usable()
                 self._is_in_pass = False
                 with threads(self._threads):
                     yield
@@ -231,7 +231,11 @@ class Passes:
         is_several = positions > 1 and not alone
         return threads(1) if (self._leaves_little_of_prompts if is_several else self._leaves_little) else nullcontext()
 
-    def _check_usable(self) -> None:
+    def owns(self, cache: RowCache) -> bool:
+        """Return whether `cache` is in this engine's part of the memory budget."""
+        return cache.is_in(self._reserve.caches)
+
+    def check_usable(self) -> None:
         """Raise `EngineStateError` if the engine is closed, or if it belongs to the parent of a forked process."""
         if self._shut_down is not None:
             raise EngineStateError("this model was closed; load it again with smoe.from_pretrained")

@@ -19,11 +19,13 @@ from collections.abc import Callable
 
 from transformers import PretrainedConfig
 
+from smoe.errors import ConfigError
 from smoe.machine.native_heap import give_back_heap
 from smoe.memory.arena import Arena
 from smoe.models.kv_cache import RowCache
 from smoe.policy.budget import Ledger
 from smoe.runtime.execute import LayerExecutor
+from smoe.settings import Count
 
 _WORTH_RETURNING = 4 * 2**20
 """The smallest number of bytes, freed by a step, for which the allocator is asked to return memory to the operating
@@ -123,9 +125,25 @@ class Caches:
         self._made: list[weakref.ref[RowCache]] = []
         self.peak_bytes = 0
 
+    @property
+    def positions(self) -> int:
+        """The number of positions that the budget allows, in all KV caches together."""
+        return self._context_tokens * self._sequences
+
     def new(self, sequences: int) -> RowCache:
-        """Return a KV cache of `sequences` rows. The rows share all positions that the budget allows."""
-        return self._kept(self._made_of(sequences, self._reserved // sequences))
+        """Return a KV cache of `sequences` rows. The rows share all positions that the budget allows. Raise
+        `ConfigError` if there is not at least one position for each row."""
+        allowed = Count(1, self.positions)
+        if not allowed.admits(sequences):
+            raise ConfigError(
+                f"`sequences` is {sequences!r}; it must be {allowed.words}, because the sequences share the "
+                f"{self.positions} positions of the KV cache. For more positions, load the model with a larger "
+                "`context_tokens` or `max_sequences`",
+                setting="sequences",
+                given=sequences,
+                allowed=allowed.words,
+            )
+        return self._kept(self._made_of(sequences, self.positions // sequences))
 
     def new_ones(self) -> list[RowCache]:
         """Return as many KV caches of one row as the budget allows sequences."""
@@ -145,16 +163,12 @@ class Caches:
         self.peak_bytes = max(self.peak_bytes, used)
         assert used <= self._promised_bytes, f"the KV caches take {used} bytes, the ledger has {self._promised_bytes}"
 
-    @property
-    def _reserved(self) -> int:
-        return self._context_tokens * self._sequences
-
     def _alive(self) -> list[RowCache]:
         return [cache for cache in (ref() for ref in self._made) if cache is not None]
 
     def _kept(self, cache: RowCache) -> RowCache:
         live = [each for each in self._alive() if each.reserved_tokens]
-        while live and sum(each.reserved_tokens for each in live) + cache.reserved_tokens > self._reserved:
+        while live and sum(each.reserved_tokens for each in live) + cache.reserved_tokens > self.positions:
             live.pop(0).retire()
         self._made = [weakref.ref(each) for each in [*live, cache]]
         return cache

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from smoe.errors import EngineStateError
+from smoe.errors import ConfigError, EngineStateError
 from smoe.models.ended_rows import EndedRows
 from smoe.models.guards import guard, refuse_gradients, uncompiled, without_backward
 from smoe.models.kv_cache import RowCache
@@ -96,6 +96,7 @@ def _model_forward(model: PreTrainedModel, engine: Engine) -> Callable[..., Any]
         given = kwargs.get("inputs_embeds") if given is None else given
         if given is None:
             return original(**kwargs)  # the library's error names the missing argument
+        _check_given(given, "inputs_embeds" if kwargs.get("input_ids") is None else "input_ids")
         with engine.passes.turn():  # before a cache is made: the thread with the turn has the budget
             refuse_gradients(model, given)
             cache = _our_cache(kwargs, engine, model, given.shape[0])
@@ -106,18 +107,34 @@ def _model_forward(model: PreTrainedModel, engine: Engine) -> Callable[..., Any]
     return forward
 
 
+def _check_given(given: Any, name: str) -> None:
+    """Raise `ConfigError` unless a model's input is a tensor of at least one row and one token: transformers fails at
+    others somewhere inside the model."""
+    shape = tuple(given.shape) if isinstance(given, torch.Tensor) else ()
+    if len(shape) < 2 or 0 in shape[:2]:
+        what = f"a tensor of shape {list(shape)}" if isinstance(given, torch.Tensor) else f"a {type(given).__name__}"
+        allowed = "a tensor [rows, tokens, ...] of at least one row and one token"
+        message = f"`{name}` is {what}; it must be {allowed}"
+        raise ConfigError(message, setting=name, given=what, allowed=allowed)
+
+
 def _our_cache(kwargs: dict[str, Any], engine: Engine, model: PreTrainedModel, rows: int) -> RowCache | None:
     """Return the KV cache of this pass: the caller's, or a new one if the library would make one; None without a cache.
-    Raise `EngineStateError` if the caller's cache is not one of ours."""
+    Raise `EngineStateError` if the caller's cache is not one of this engine's."""
     cache = kwargs.get("past_key_values")
     use_cache = kwargs.get("use_cache")
     if cache is None and (getattr(model.config, "use_cache", False) if use_cache is None else use_cache):
         cache = kwargs["past_key_values"] = engine.new_cache(rows)
-    if cache is not None and not isinstance(cache, RowCache):
-        raise EngineStateError(
-            f"the given {type(cache).__name__} is outside the memory budget; pass no cache, or a cache from "
-            "model.offload.new_cache()"
-        )
+    return None if cache is None else _checked(cache, engine)
+
+
+def _checked(cache: Any, engine: Engine) -> RowCache:
+    """Return the cache if it is one of this engine's. Raise `EngineStateError` for any other."""
+    use = "pass no cache, or a cache from new_cache() of this model's own engine, model.offload"
+    if not isinstance(cache, RowCache):
+        raise EngineStateError(f"the given {type(cache).__name__} is outside the memory budget; {use}")
+    if not engine.passes.owns(cache):
+        raise EngineStateError(f"the given cache belongs to another model's engine; {use}")
     return cache
 
 
@@ -135,6 +152,8 @@ def _generate(model: PreTrainedModel, engine: Engine, ended: EndedRows) -> Calla
     @functools.wraps(original)
     def generate(inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
+        if prompt is not None and kwargs.get("inputs_embeds") is None:
+            _check_given(prompt, "inputs" if inputs is not None else "input_ids")
         if isinstance(prompt, torch.Tensor) and prompt.dim() == 2:
             chunk = max(1, engine.config.prefill_tokens // prompt.shape[0])  # as planned for the workspace
             if prompt.shape[1] > chunk:
@@ -173,10 +192,18 @@ def _prepare_cache(engine: Engine, ended: EndedRows) -> Callable[..., None]:
             copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             cache = model_kwargs["past_key_values"] = engine.new_cache(batch_size * copies)
             ended.note_cache(cache, generation_config, mode)
-        if isinstance(cache, RowCache):  # the model's forward refuses caches of other classes
-            cache.check_room(max_cache_length)
+        tokens = max_cache_length + 1  # the library leaves out the last new token, which takes no position
+        new_tokens = generation_config.max_new_tokens or tokens - _prompt_tokens(model_kwargs, max_cache_length)
+        _checked(cache, engine).check_room(tokens - new_tokens, new_tokens)
 
     return prepare
+
+
+def _prompt_tokens(model_kwargs: Mapping[str, Any], most: int) -> int:
+    """Return the number of tokens, with padding, of the prompt of a `generate` call; `most` if the library passes
+    nothing that has this length."""
+    given = (model_kwargs.get(name) for name in ("attention_mask", "position_ids"))  # no mask without padding
+    return next((int(each.shape[-1]) for each in given if isinstance(each, torch.Tensor)), most)
 
 
 def original_experts_forward(module: nn.Module) -> Callable[..., torch.Tensor]:

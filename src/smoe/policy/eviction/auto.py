@@ -28,7 +28,7 @@ from smoe.policy.eviction.ranked import lowest, lowest_residents
 from smoe.policy.eviction.score import WINDOW
 from smoe.routing import Phase, Routing
 
-RULES = ("lru", "lfu", "window", "fading")
+RULES = ("lru", "lfu", "window", "fading-counts")
 """The rules by which residents are ranked. Each has an array with a value for every expert; the resident with the
 lowest value is evicted first."""
 _LAST_USE, _USES, _RECENT_USES, _FADING_USES = range(len(RULES))
