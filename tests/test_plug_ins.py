@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from smoe.config import SETTINGS
 from smoe.errors import ConfigError
 from smoe.plug_ins import Catalogue
 from smoe.policy.eviction.base import Eviction
@@ -103,9 +104,28 @@ def test_what_cannot_be_used_is_refused(write: Write, tmp_path: Path, monkeypatc
         ("plug_in_broken:Mine", "importing plug_in_broken failed with ModuleNotFoundError"),
         ("fifo", "choose one of: auto, lru"),
         (":Mine", "choose one of"),
-        ("mine:", "choose one of"),
+        ("mine:", "which names no class: add the name of a class, as in mine:CLASS"),
+        ("./plug_in_c.py", "which names no class: add the name of a class, as in ./plug_in_c.py:CLASS"),
+        ("my.policies", "as in my.policies:CLASS"),
     ):
         assert why in str(refusal(name)), name
+
+
+def test_a_predictor_is_derived_from_the_class_that_the_page_names(write: Write) -> None:
+    """Would catch the advice to derive it from `PredictorKind`, which has no `predict`."""
+    path = write("plug_in_other_kind", SOURCE)
+    for name in ("Mine", "Yours"):
+        with pytest.raises(ConfigError, match=r"class that inherits smoe\.policy\.prediction\.Predictor(;|$)"):
+            PREDICTORS.find(f"{path}:{name}")
+
+
+@pytest.mark.parametrize("given", ["next_gate", 5, ("auto",)], ids=repr)
+@pytest.mark.parametrize("setting", ["prefetch", "eviction"])
+def test_a_wrong_name_is_refused_with_all_values(setting: str, given: object) -> None:
+    """Would catch a list without the values that name no class, or without the form of a plug-in."""
+    with pytest.raises(ConfigError, match=r"choose one of: auto, .*, MODULE:CLASS$") as refused:
+        configure(**{setting: given})
+    assert set(SETTINGS[setting].allowed.names) <= set(str(refused.value).partition("of: ")[2].split(", "))
 
 
 def test_a_policy_for_replays_serves_no_requests(write: Write) -> None:

@@ -197,7 +197,7 @@ class EngineConfig:
     eviction: str = setting(
         "auto",
         ClassName(ONLINE_EVICTION, eviction_kind),
-        "Rule that chooses the resident expert to evict (docs/evictions.md): {allowed}, or a plug-in's MODULE:CLASS.",
+        "Rule that chooses the resident expert to evict (docs/evictions.md): {allowed} (a plug-in).",
         option="--eviction",
     )
     """The eviction policy, which chooses the resident expert to evict. auto: whichever of several policies has the
@@ -243,8 +243,8 @@ class EngineConfig:
     prefetch: str = setting(
         "auto",
         ClassName(PREFETCH, predictor_kind),
-        "Predictor of the next experts, which are then loaded early (docs/settings.md describes each): {allowed}, "
-        "or a plug-in's MODULE:CLASS.",
+        "Predictor of the next experts, which are then loaded early (docs/settings.md describes each): {allowed} "
+        "(a plug-in).",
         option="--prefetch",
     )
     """The predictor whose experts are loaded before their layer runs, in decode. A plug-in is given as MODULE:CLASS.
@@ -412,6 +412,7 @@ class EngineConfig:
         "Description of a machine: rtx-a6000, rtx-4060-ti, laptop-cpu, ... or a JSON file. With smoe plan: the machine "
         "to forecast for. With --device emulated: the machine whose times are emulated.",
         option="--profile",
+        owner="device",
     )
     """The profile of the device `emulated`: the name of a built-in one, or a JSON file."""
     dilation: float | None = setting(

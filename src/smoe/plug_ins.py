@@ -44,6 +44,10 @@ class Catalogue(Generic[T]):
     """The class from which all classes of this catalogue must be derived."""
     built_in: Mapping[str, str]
     """{name: MODULE:CLASS} of the built-in classes."""
+    derive_from: type | None = None
+    """The class from which messages tell users to derive theirs; None: `base`."""
+    others: tuple[str, ...] = ()
+    """Further values of the setting, which name no class."""
 
     def find(self, name: str) -> type[T]:
         """Return the class of this name. Raise `ConfigError` if there is none, or if the class cannot be used."""
@@ -65,7 +69,7 @@ class Catalogue(Generic[T]):
     @property
     def allowed(self) -> str:
         """A phrase that lists the allowed values."""
-        return ", ".join((*self.built_in, *sorted({point.name for point in self._installed()}), PLACE))
+        return ", ".join((*self.others, *self.built_in, *sorted({point.name for point in self._installed()}), PLACE))
 
     def _installed(self) -> Sequence[EntryPoint]:
         """Return the entry points of installed packages without importing them. Two packages may use the same name."""
@@ -75,6 +79,9 @@ class Catalogue(Generic[T]):
 
     def _of_package(self, name: str) -> Any:
         points = [point for point in self._installed() if point.name == name]
+        if not points and _names_module(name):
+            why = f"which names no class: add the name of a class, as in {name.rstrip(':')}:CLASS"
+            raise self.refusal(name, why, PLACE)
         if not points:
             raise self.refusal(name, f"choose one of: {self.allowed}")
         if len({point.value for point in points}) > 1:
@@ -121,13 +128,19 @@ class Catalogue(Generic[T]):
 
     @property
     def _base(self) -> str:
-        return f"{self.base.__module__}.{self.base.__qualname__}"
+        base = self.base if self.derive_from is None else self.derive_from
+        return f"{base.__module__}.{base.__qualname__}"
 
 
 def _attribute(place: str) -> Any:
     """Return the object at MODULE:NAME."""
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)
+
+
+def _names_module(name: str) -> bool:
+    """Return whether a name without a class looks like the file or the module of a plug-in."""
+    return any(sign in name for sign in "./\\") or name.endswith(":")
 
 
 def _prefixes(module: str) -> set[str]:

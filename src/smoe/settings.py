@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from smoe.errors import ConfigError
+from smoe.plug_ins import PLACE
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.prediction import PredictorKind
 from smoe.units import parse_bytes, parse_share
@@ -56,7 +57,7 @@ class Text(Allowed):
     words = typed = "a text"
 
     def admits(self, value: Any) -> bool:
-        return True
+        return isinstance(value, str)
 
     def parse(self, name: str, text: str) -> str:
         return text
@@ -84,13 +85,17 @@ class ClassName(OneOf):
 
     def __init__(self, names: tuple[str, ...], find: Callable[[str], type[Eviction] | type[PredictorKind]]) -> None:
         super().__init__(*names)
+        self.words = self.typed = ", ".join((*names, PLACE))
         self.find = find
         """A function that returns the class of a name. It raises `ConfigError` if there is no such class."""
 
     def admits(self, value: Any) -> bool:
         """Return whether `value` is the name of a class. For a name without a class, raise `ConfigError` with the
         reason."""
-        return super().admits(value) or (isinstance(value, str) and bool(self.find(value)))
+        return isinstance(value, str) and (super().admits(value) or bool(self.find(value)))
+
+    def refusal(self, name: str, value: Any) -> ConfigError:
+        return ConfigError.no_choice(name, value, (*self.names, PLACE))
 
 
 class Switch(Allowed):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from smoe import from_pretrained
+from smoe import from_pretrained, load_tokenizer
 from smoe.compute.expert_math import ExpertMath
 from smoe.errors import BudgetError, ConfigError, UnsupportedModelError
 from smoe.kernels.spinning_pool import is_supported
@@ -36,6 +36,50 @@ def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(monkeypatch: pyt
     ) as error:
         choose_device(configure(device="cuda:2"))
     assert error.value.facts["setting"] == "device"
+
+
+TWICE: dict[str, dict[str, Any]] = {
+    "memory": {"memory": "20MiB", "memory_bytes": 2**20},
+    "resident": {"resident": 0.5, "resident_share": 0.4},
+    "host_memory": {"host_memory": "1GiB", "host_memory_bytes": 5, "device": "emulated"},
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_one_setting_by_two_names_is_refused(name: str) -> None:
+    """Would catch one of the two that is dropped."""
+    with pytest.raises(ConfigError, match=f"`{name}=.*` and `{name}_.*=.*` give the same setting twice; leave out one"):
+        from_pretrained("demo", **TWICE[name])
+
+
+IDLE: dict[str, dict[str, Any]] = {
+    "`host_memory` is 1.00 GiB, and it has an effect only with a GPU": {"host_memory": "1GiB"},
+    "`profile` has an effect only with `device=emulated`": {"profile": "rtx-4060-ti"},
+    "`profile` is 'rtx-406'.*no such profile or file": {"profile": "rtx-406", "device": "emulated"},
+    "`profile` is 5; it must be a text": {"profile": 5},
+    "`device` is 5; it must be a text": {"device": 5},
+}
+
+
+@pytest.mark.parametrize("why", IDLE)
+def test_settings_without_effect_on_a_cpu_are_refused(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=why):
+        from_pretrained("demo", memory="20MiB", **IDLE[why])
+
+
+@pytest.mark.parametrize("model", [None, 5, b"demo", [], True], ids=repr)
+@pytest.mark.parametrize("load", [from_pretrained, load_tokenizer])
+def test_a_model_that_is_no_name_is_refused(model: Any, load: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match=r"`model` is .*; it must be a text or a path: give a model folder, a GGUF"):
+        load(model)
+
+
+def test_a_process_that_is_too_small_has_no_negative_budget() -> None:
+    with pytest.raises(BudgetError) as refused:
+        from_pretrained("demo", memory="20MiB", count="process")
+    message = str(refused.value)
+    assert "or more. A budget of 0 B cannot hold this model" in message and " -" not in message
 
 
 def test_by_default_the_whole_model_fits(toy: Callable[..., Path]) -> None:

@@ -43,6 +43,10 @@ WRECKS: dict[str, Callable[[PreTrainedModel], Any]] = {
     "a device by its method": lambda model: model.xpu(),
     "train": lambda model: model.train(),
     "gradients": lambda model: model.requires_grad_(),
+    "gradient checkpointing": lambda model: model.gradient_checkpointing_enable(),
+    "gradients of inputs": lambda model: model.enable_input_require_grads(),
+    "fewer tokens": lambda model: model.resize_token_embeddings(10),
+    "padded tokens": lambda model: model.resize_token_embeddings(pad_to_multiple_of=7),
 }
 
 
@@ -54,6 +58,22 @@ def test_wrecking_is_refused(wreck: str, toy: Toy, open_model: Open) -> None:
         WRECKS[wreck](model)
     assert "from_pretrained" in str(error.value) or "inference" in str(error.value)
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+
+
+def test_a_state_without_experts_says_so_once(toy: Toy, open_model: Open) -> None:
+    """It is no error: adapters read it. Would catch a file that someone takes for the model."""
+    folder = toy("mixtral")
+    model = open_model(folder)
+    with pytest.warns(UserWarning, match=f"lacks its routed experts.*{folder}.*copy that checkpoint") as warned:
+        state = [model.state_dict(), model.state_dict()][1]
+    assert len(warned) == 1 and warned[0].filename == __file__
+    assert state.keys() == dict(model.named_parameters()).keys()
+
+
+def test_a_vocabulary_of_the_same_size_is_no_change(toy: Toy, open_model: Open) -> None:
+    model = open_model(toy("mixtral"))
+    same = model.get_input_embeddings()
+    assert model.resize_token_embeddings(128) is model.resize_token_embeddings(None, 8) is same
 
 
 def test_a_device_that_torch_lacks_is_no_reason_to_load_again(toy: Toy, open_model: Open) -> None:

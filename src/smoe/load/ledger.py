@@ -146,7 +146,7 @@ def _in_process(
         )
     room = limit_bytes - sum(outside.values())
     try:
-        budget = min(room, full_bytes(demand))
+        budget = max(0, min(room, full_bytes(demand)))
         ledger = allocate(budget, demand)
     except BudgetError as error:
         least = minimum_bytes(demand) + limit_bytes - room
@@ -154,12 +154,18 @@ def _in_process(
         raise BudgetError(
             f"a process of {format_bytes(limit_bytes)} cannot hold this model. Outside the memory budget, the "
             f"process needs{taken}\nThis leaves {format_bytes(max(0, room))} for the memory budget; give the process "
-            f"{format_bytes(least)} or more. {error}",
+            f"{format_bytes(least)} or more. {_sentence(error)}",
             setting="memory_bytes",
             given=limit_bytes,
             allowed=f"at least {least} bytes",
         ) from error
     return ledger, f"of a process of {format_bytes(limit_bytes)}{_whole(config, budget < room)}"
+
+
+def _sentence(error: BudgetError) -> str:
+    """Return an error's message as a sentence that follows another one."""
+    message = str(error)
+    return message[0].upper() + message[1:]
 
 
 def _whole(config: EngineConfig, fits: bool) -> str:

@@ -20,6 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.config import EngineConfig
+from smoe.errors import ConfigError
 from smoe.expert import EXACT, LOW
 from smoe.load.build import assemble
 from smoe.load.divide import Divided, divide
@@ -70,6 +71,18 @@ def from_pretrained(
     Raises `ConfigError` for invalid settings, `BudgetError` (with the ledger) for a budget that is too small, and
     `ModelError` or a subclass for models that smoe cannot compute exactly.
     """
+    for short, name, given in (
+        ("memory", "memory_bytes", memory),
+        ("resident", "resident_share", resident),
+        ("host_memory", "host_memory_bytes", host_memory),
+    ):
+        if given is not None and switches.get(name) is not None:
+            raise ConfigError(
+                f"`{short}={given}` and `{name}={switches[name]}` give the same setting twice; leave out one of them",
+                setting=name,
+                given=switches[name],
+                allowed=f"only without `{short}`",
+            )
     if resident is not None:
         switches["resident_share"] = parse_share(resident, "resident_share") if isinstance(resident, str) else resident
     switches["count"] = count

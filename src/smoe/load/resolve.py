@@ -15,7 +15,7 @@ import torch
 
 from smoe.bounds import EMULATED
 from smoe.config import EngineConfig
-from smoe.errors import UnpreparedError
+from smoe.errors import ConfigError, UnpreparedError
 from smoe.expert import EXACT, LOW
 from smoe.load.clustered import check_cluster
 from smoe.load.device import choose_device
@@ -29,6 +29,7 @@ from smoe.models.checkpoint import Checkpoint, local_checkpoint, whole_checkpoin
 from smoe.models.read_spec import read_spec, spec_of_whole
 from smoe.models.spec import LibrarySpec
 from smoe.policy.budget import allocate
+from smoe.units import format_bytes
 
 
 class Resolved(NamedTuple):
@@ -60,6 +61,7 @@ def resolve(model: str | Path, config: EngineConfig, revision: str | None) -> Re
     profile = read_emulated(config.profile) if config.device == EMULATED else None
     if device.type == "cpu" and profile is None:
         _check_balance(config)
+        _check_host_memory(config)
     set_compute_threads(config.threads)
     check_cluster(config)
     config = placed_draft(config)
@@ -94,6 +96,18 @@ def _open_checkpoint(
         experts = checkpoint.experts(spec)
     low = {} if spec.low is None else {LOW: checkpoint.experts(spec.low)}
     return checkpoint, spec, {EXACT: experts} | low
+
+
+def _check_host_memory(config: EngineConfig) -> None:
+    """Raise `ConfigError` if a host tier is configured although the CPU is the only device."""
+    if config.host_memory_bytes is not None:
+        raise ConfigError(
+            f"`host_memory` is {format_bytes(config.host_memory_bytes)}, and it has an effect only with a GPU, which "
+            "this model does not compute on; leave out `host_memory` (on a CPU, `memory` is the memory for experts)",
+            setting="host_memory_bytes",
+            given=config.host_memory_bytes,
+            allowed="only with `device=cuda` or `device=emulated`",
+        )
 
 
 def _check_balance(config: EngineConfig) -> None:

@@ -6,6 +6,7 @@ Before a download, its size is compared with the free disk space. Code in a repo
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,8 +37,10 @@ def local_place(model: str | Path) -> Path | None:
     """Return the folder or GGUF file of a model on disk, or None if `model` has the form of a hub id.
 
     For a split GGUF model, return the path of its first file. Raise `ModelError` if `model` is a path and no model is
-    there.
+    there, and `ConfigError` if `model` is neither a text nor a path.
     """
+    if not isinstance(model, (str, os.PathLike)):
+        raise ConfigError.out_of_bounds("model", model, f"a text or a path: {_GIVE}")
     if str(model) == DEMO:
         if not (DEMO_FOLDER / "config.json").exists():
             raise ModelError(f"the embedded model is missing from {DEMO_FOLDER}; reinstall smoe")

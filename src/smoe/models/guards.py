@@ -1,9 +1,9 @@
 """Raises errors for operations of transformers models that would break a model with an engine.
 
-Saving would omit the experts. Converting or moving weights would miss the experts in their slots and exceed the budget.
-A copy would have no engine. Gradients do not reach the experts, so adapters work but cannot be trained. Operations
-without effect (`.to("cpu")` on a CPU, `.eval()`) are allowed, because pipelines and evaluation harnesses call them.
-`torch.compile` has no effect: the model runs uncompiled.
+Saving would omit the experts; the state lacks them, too, but adapters read it, so this is a warning. Converting or moving
+weights would miss the experts in their slots and exceed the budget. A copy would have no engine. Gradients do not reach
+the experts, so adapters work but cannot be trained. Operations without effect (`.to("cpu")` on a CPU, `.eval()`) are
+allowed, because pipelines and evaluation harnesses call them. `torch.compile` has no effect: the model runs uncompiled.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -30,6 +31,11 @@ _FOR_INFERENCE = (
     "this model is for inference only: no gradient reaches its experts. Adapters (LoRA) can be used with it, not "
     "trained: train them with the unmodified transformers model, or call this one inside torch.no_grad()"
 )
+_REFUSED = {
+    "gradient_checkpointing_enable": f"has an effect in training only: {_FOR_INFERENCE}",
+    "enable_input_require_grads": f"has an effect in training only: {_FOR_INFERENCE}",
+}
+"""{method of the model: why calling it raises an error, as a phrase that follows the method's name}."""
 _log = logging.getLogger(__name__)
 
 
@@ -39,6 +45,10 @@ def guard(model: PreTrainedModel) -> None:
         module._apply = _unchanged(module)  # type: ignore[method-assign]
     for name in ("save_pretrained", "push_to_hub"):
         setattr(model, name, _not_saved(model, name))
+    for name, effect in _REFUSED.items():
+        setattr(model, name, _refusing(name, effect))
+    model.resize_token_embeddings = _not_resized(model)  # type: ignore[method-assign]
+    model.state_dict = _warned_state(model)  # type: ignore[method-assign]
     model.train = _evaluated(model)  # type: ignore[method-assign]
     model.requires_grad_ = _without_gradients(model)  # type: ignore[method-assign]
     for name in ("__deepcopy__", "__reduce_ex__"):  # copy.deepcopy, pickle and torch.save call these
@@ -149,6 +159,48 @@ def _not_saved(model: PreTrainedModel, name: str) -> Callable[..., Any]:
         )
 
     return refuse
+
+
+def _refusing(name: str, effect: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise EngineStateError(f"{name} {effect}")
+
+    return refuse
+
+
+def _not_resized(model: PreTrainedModel) -> Callable[..., nn.Module]:
+    def resize_token_embeddings(
+        new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *_: Any, **__: Any
+    ) -> nn.Module:
+        size = model.config.get_text_config().vocab_size
+        if new_num_tokens not in (None, size) or (pad_to_multiple_of and size % pad_to_multiple_of):
+            raise EngineStateError(
+                f"resize_token_embeddings would change the vocabulary of {size} tokens, for which this model's memory "
+                "and kernels were prepared: resize the unmodified transformers model, save it, and load the result "
+                "with smoe.from_pretrained"
+            )
+        unchanged: nn.Module = model.get_input_embeddings()
+        return unchanged
+
+    return resize_token_embeddings
+
+
+def _warned_state(model: PreTrainedModel) -> Callable[..., Any]:
+    """Return a replacement for `state_dict` that warns at the first call. Adapters and evaluation harnesses read the
+    state of loaded models, so the call is allowed."""
+    original = model.state_dict
+    warn = functools.cache(warnings.warn)
+
+    @functools.wraps(original)
+    def state_dict(*args: Any, **kwargs: Any) -> Any:
+        warn(
+            f"state_dict() of this model lacks its routed experts, which are read from {model.name_or_path} when they "
+            "are needed. Do not save it as the model: copy that checkpoint instead",
+            stacklevel=2,
+        )
+        return original(*args, **kwargs)
+
+    return state_dict
 
 
 def _evaluated(model: PreTrainedModel) -> Callable[..., PreTrainedModel]:

@@ -7,6 +7,7 @@ neither NumPy nor torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from smoe.errors import ConfigError
@@ -15,7 +16,7 @@ from smoe.plug_ins import Catalogue
 from smoe.policy.eviction.base import Eviction, EvictionSettings
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.eviction.pools import FormPools, LayerPools, SizePools
-from smoe.policy.prediction import PredictorKind
+from smoe.policy.prediction import Predictor, PredictorKind
 from smoe.policy.residency import PoolSize
 
 _LIVE = {
@@ -72,6 +73,7 @@ PREDICTORS: Catalogue[PredictorKind] = Catalogue(
         "activation-matrix": "smoe.prediction.activation_matrix:ActivationMatrix",
         EXPERT_MLP: "smoe.prediction.kinds:ExpertMLPKind",
     },
+    derive_from=Predictor,
 )
 """Predictors of later layers' experts in decode.
 
@@ -87,6 +89,8 @@ the layer before; activation-matrix those of the most similar past sequence; exp
 NO_PREDICTOR = ("auto", "none")
 """Values of the setting `prefetch` that are not names of predictors. auto: the fastest; none: no predictions."""
 PREFETCH = (*NO_PREDICTOR, *PREDICTORS.built_in)
+_PREFETCHES = replace(PREDICTORS, others=NO_PREDICTOR)
+"""The predictors, for the setting `prefetch`. A replay has no `auto` and `none`."""
 
 PREFETCH_WHAT = ("top-score", "chosen")
 """Which predicted experts are prefetched. chosen: all (SMoE's first version); top-score: only those of high score (its
@@ -124,7 +128,7 @@ def eviction_kind(name: str) -> type[Eviction]:
 def predictor_kind(prefetch: str) -> type[PredictorKind]:
     """Return the class of the predictor that a value of the setting `prefetch` names. For `auto` and `none` it is a
     class that needs nothing."""
-    return PredictorKind if prefetch in NO_PREDICTOR else PREDICTORS.find(prefetch)
+    return PredictorKind if prefetch in NO_PREDICTOR else _PREFETCHES.find(prefetch)
 
 
 def fitted_names() -> tuple[str, ...]:
