@@ -1,9 +1,10 @@
 """Raises errors for operations of transformers models that would break a model with an engine.
 
-Saving would omit the experts; the state lacks them, too, but adapters read it, so this is a warning. Converting or moving
-weights would miss the experts in their slots and exceed the budget. A copy would have no engine. Gradients do not reach
-the experts, so adapters work but cannot be trained. Operations without effect (`.to("cpu")` on a CPU, `.eval()`) are
-allowed, because pipelines and evaluation harnesses call them. `torch.compile` has no effect: the model runs uncompiled.
+Saving would omit the experts. The state lacks them, too, but adapters read it, so reading it only warns. Converting or
+moving weights would miss the experts in their slots and exceed the budget. A copy would have no engine. Gradients do
+not reach the experts, so adapters work but cannot be trained. Operations without effect (`.to("cpu")` on a CPU,
+`.eval()`) are allowed, because pipelines and evaluation harnesses call them. `torch.compile` has no effect: the model
+runs uncompiled.
 """
 
 from __future__ import annotations
