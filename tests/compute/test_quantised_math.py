@@ -129,6 +129,15 @@ def test_torch_unpacks_what_the_decoder_does(form: Format) -> None:
     assert torch.allclose(ours, torch.from_numpy(form.decode(data)), rtol=1e-6, atol=1e-9)
 
 
+def test_torch_unpacks_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three blocks at a time, of ten: the last part is shorter, and parts end within a row."""
+    form = FORMATS["Q4_K"]
+    data = torch.from_numpy(random_rows(form, 5, 2 * form.numbers, 0))
+    wanted = unpacked(form, data, torch.bfloat16)
+    monkeypatch.setattr("smoe.kernels.unpacked.PART_ELEMENTS", 3 * form.numbers)
+    assert torch.equal(unpacked(form, data, torch.bfloat16), wanted)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_unpacked_by_torch(layer: Layer, rows: int) -> None:
     """On any device, without kernels."""
