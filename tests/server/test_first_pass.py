@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from transformers import PreTrainedModel
 
 from smoe.generation.loop import DecodeLoop
@@ -63,6 +64,10 @@ def test_a_server_counts_from_its_start(demo: PreTrainedModel, demo_tokenizer: A
     try:
         totals = totals_of(serving)
         assert (totals.requests, totals.new_tokens, totals.bytes_read, totals.hit_ratio) == (0, 0, 0, None)
+        families = text_string_to_metric_families(serving.meters.shown().decode())
+        shown = {each.name: each.samples[0].value for each in families if each.samples}
+        assert shown["smoe_expert_read_bytes"] == shown["smoe_expert_uses"] == shown["smoe_forward_passes"] == 0
+        assert "smoe_expert_hit_ratio" not in shown
     finally:
         serving.close()
 

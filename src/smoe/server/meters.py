@@ -4,7 +4,7 @@ units are seconds, bytes, tokens."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import psutil
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from smoe.generation.loop import DecodeLoop
 from smoe.generation.request import End, Piece, Request
+from smoe.metrics import Counters
 from smoe.runtime.engine import Engine
 
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -24,7 +25,8 @@ class Meters:
     """The metrics of one server. Only the decode loop's thread calls `on_event`; any thread may call the other
     methods."""
 
-    def __init__(self, engine: Engine, loop: DecodeLoop) -> None:
+    def __init__(self, engine: Engine, loop: DecodeLoop, counters: Callable[[], Counters]) -> None:
+        """`counters` returns the engine's counters since the server started."""
         self._registry = registry = CollectorRegistry()
         self._last_token_at: dict[int, float] = {}
         """The time of the last token of each running text."""
@@ -52,7 +54,7 @@ class Meters:
         self._gap = Histogram(
             "smoe_time_between_tokens_seconds", "Time between two tokens of a text.", buckets=_GAP, registry=registry
         )
-        registry.register(_Live(engine, loop))  # type: ignore[arg-type]
+        registry.register(_Live(engine, loop, counters))  # type: ignore[arg-type]
         registry.register(_Process())  # type: ignore[arg-type]
 
     def on_event(self, request: Request, what: Piece | End) -> None:
@@ -91,17 +93,17 @@ class Meters:
 class _Live:
     """Metrics of the engine and the decode loop. Their values are read whenever `/metrics` is requested."""
 
-    def __init__(self, engine: Engine, loop: DecodeLoop) -> None:
-        self._engine, self._loop = engine, loop
+    def __init__(self, engine: Engine, loop: DecodeLoop, counters: Callable[[], Counters]) -> None:
+        self._engine, self._loop, self._counters = engine, loop, counters
 
     def collect(self) -> Iterator[Metric]:
-        counters, ledger = self._engine.stats(), self._engine.ledger
+        counters, ledger = self._counters(), self._engine.ledger
         yield GaugeMetricFamily("smoe_texts_running", "Texts in prefill or decode.", self._loop.running)
         yield GaugeMetricFamily("smoe_texts_waiting", "Texts in the queue.", self._loop.waiting)
         yield GaugeMetricFamily("smoe_budget_bytes", "The memory budget.", ledger.budget_bytes)
-        yield GaugeMetricFamily(
-            "smoe_expert_hit_ratio", "Share of the experts used in decoding that were in memory.", counters.hit_ratio
-        )
+        if counters.decode_uses:
+            what = "Share of the experts used in decoding that were in memory. Absent before the first decode step."
+            yield GaugeMetricFamily("smoe_expert_hit_ratio", what, counters.hit_ratio)
         for name, what, value in (
             ("expert_uses", "Experts used in decoding.", counters.decode_uses),
             ("expert_hits", "Experts used in decoding that were in memory.", counters.decode_hits),
@@ -109,7 +111,11 @@ class _Live:
             ("expert_prefetches", "Prefetches of experts.", counters.prefetches),
             ("expert_prefetches_used", "Prefetches of experts that were used.", counters.prefetches_used),
             ("experts_substituted", "Routes computed by a substitute, or dropped.", counters.substituted),
-            ("expert_read_bytes", "Bytes of experts read from disk.", counters.bytes_read),
+            (
+                "expert_read_bytes",
+                "Bytes of experts read from disk since the server began to listen.",
+                counters.bytes_read,
+            ),
             ("expert_read_seconds", "Time with at least one read in flight.", counters.read_busy_seconds),
             ("expert_wait_seconds", "Time that forward passes waited for experts.", counters.wait_seconds),
             ("forward_seconds", "Time in forward passes of the model.", counters.forward_seconds),

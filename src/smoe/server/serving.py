@@ -24,6 +24,7 @@ from smoe.generation.choices import end_tokens
 from smoe.generation.loop import DecodeLoop
 from smoe.generation.request import End, Piece, Request
 from smoe.machine.native_heap import give_back_heap
+from smoe.metrics import Counters
 from smoe.models.finish_spec import position_limit
 from smoe.runtime.engine import Engine
 from smoe.server.body import AskedFields, UnknownFields, asked_of, body_of
@@ -69,11 +70,11 @@ class Serving:
         self.grammars = Grammars(tokenizer, self.vocabulary, sorted(self.ends))
         self.tokenizer = tokenizer
         self.fingerprint = _fingerprint(name, self.engine)
-        self.before = self.engine.stats()
+        self._before = self.engine.stats()
         """The engine's counters before the first request."""
         self._places = self.engine.config.max_sequences
         self._loop = DecodeLoop(model, tokenizer, self._places + config.max_waiting)
-        self.meters = Meters(self.engine, self._loop)
+        self.meters = Meters(self.engine, self._loop, lambda: self.counters)
         self._bell = Bell()
         self._asked: weakref.WeakSet[Texts] = weakref.WeakSet()
         self.health = ModelHealth()
@@ -86,7 +87,7 @@ class Serving:
 
     def start(self) -> None:
         """Start the decode loop."""
-        self.before = self.engine.stats()
+        self._before = self.engine.stats()
         self._thread.start()
 
     def give_back_memory(self) -> None:
@@ -123,6 +124,12 @@ class Serving:
     def failure(self) -> Exception | None:
         """The error because of which the model has failed; None if it works."""
         return self.health.failure
+
+    @property
+    def counters(self) -> Counters:
+        """The engine's counters of all requests: without the work before `start`, such as the first pass."""
+        counters: Counters = self.engine.stats() - self._before
+        return counters
 
     @property
     def running(self) -> int:

@@ -37,7 +37,7 @@ class Totals:
     hit_ratio: float | None
     """The share of the experts used in decoding that were in memory; None if no token was decoded."""
     bytes_read: int
-    """Bytes of experts read from disk."""
+    """Bytes of experts read from disk for requests: not those of the load and the first pass at the start."""
     peak_memory_bytes: int
     memory_budget_bytes: int
     process_peak_bytes: int | None
@@ -62,7 +62,7 @@ def totals_of(serving: Serving) -> Totals:
     for (path, status), count in meters.count("smoe_http_requests").items():
         if path not in _NOT_COUNTED:
             statuses[str(status) if int(status) == CLIENT_GONE else f"{status[0]}xx"] += int(count)
-    counters = engine.stats() - serving.before
+    counters = serving.counters
 
     def whole(name: str) -> int:
         return int(sum(meters.count(name).values()))
