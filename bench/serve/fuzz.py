@@ -44,7 +44,11 @@ BOUND_SECONDS = 60.0
 _WARM = 0.2
 """Of the requests, those after which memory is to stay what it is: once every kind has come."""
 _LOOKS = 20
-_NOT_SENT = ["/watch", "/v1/embeddings", "/api/embed", "/api/embeddings"]
+_NOT_SENT = [
+    "/watch",
+    "/v1/embeddings",
+    *(f"/api/{what}" for what in ("embed", "embeddings", "pull", "push", "create", "copy", "delete")),
+]
 """Paths whose response never ends, or is always 501."""
 _MOST_EVENTS = 100_000
 _ALL = list(HealthCheck)

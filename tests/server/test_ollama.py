@@ -166,10 +166,19 @@ def test_a_request_without_a_prompt_loads_the_model(running: Running) -> None:
     assert whole(running, "/api/generate", {"model": "demo", "keep_alive": 0}).done_reason == "load"
 
 
+def folder_of(running: Running) -> Path:
+    return Path(running.serving.model.config.name_or_path)
+
+
 def test_what_is_said_of_the_model(running: Running) -> None:
     for path in ("/api/tags", "/api/ps"):
         (model,) = local.OllamaModels.model_validate_json(running.http("GET", path).text).models
-        assert model.name == model.model == "demo" and model.details.family == "qwen2_moe" and model.size > 1000
+        assert model.name == model.model == "demo" and model.details.family == "qwen2_moe"
+        assert model.size == sum(path.stat().st_size for path in folder_of(running).glob("*.safetensors"))
+        parameters = running.serving.model.num_parameters()
+        assert model.details.parameter_size == f"{parameters / 1000:.0f}K" and 1000 <= parameters < 1_000_000
+        assert (model.details.format, model.details.quantization_level) == ("safetensors", "F32")
+        assert model.size_vram == (0 if path == "/api/ps" else None), "the CPU computes it"
     assert json.loads(running.http("GET", "/api/ps").text)["models"][0]["context_length"] == 1024
     for body in ({"model": "demo"}, {"name": "demo:latest"}, {"model": "demo", "verbose": True}):
         shown = local.OllamaShown.model_validate_json(posted(running, "/api/show", body).text)
@@ -193,6 +202,8 @@ def test_what_is_said_of_the_model(running: Running) -> None:
         ("/api/show", {"model": "other"}, 404, "does not exist here"),
         ("/api/embed", {"model": "demo", "input": "x"}, 501, "it has no embeddings"),
         ("/api/embeddings", {"model": "demo", "prompt": "x"}, 501, "it has no embeddings"),
+        ("/api/pull", {"model": "other"}, 501, "/api/pull is not supported: this server serves 'demo' and no other"),
+        ("/api/create", {"model": "other"}, 501, "/api/create is not supported"),
         ("/api/nowhere", {}, 404, "there is no /api/nowhere here"),
     ],
 )

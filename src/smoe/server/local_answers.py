@@ -75,13 +75,13 @@ class OllamaListed(ResponseModel):
     name: str
     model: str
     size: int
-    """Bytes of all weights."""
+    """Bytes of the files with weights."""
     digest: str
     details: OllamaDetails
     modified_at: str | None = None
     expires_at: str | None = None
     size_vram: int | None = None
-    """Bytes of the memory budget."""
+    """Bytes of the memory budget on a GPU; 0 if the model is computed by the CPU."""
     context_length: int | None = None
 
 

@@ -46,6 +46,19 @@ def add_local_paths(app: FastAPI, serving: Serving) -> None:
     async def props() -> Response:
         return Json(properties(serving))
 
+    @app.post("/api/pull")
+    @app.post("/api/push")
+    @app.post("/api/create")
+    @app.post("/api/copy")
+    @app.delete("/api/delete")
+    async def management(request: Request) -> Response:
+        raise ApiError(
+            501,
+            f"{request.url.path} is not supported: this server serves {serving.name!r} and no other model; "
+            "to serve another one, start another server with smoe serve MODEL",
+            code="one_model",
+        )
+
     @app.post("/v1/embeddings")
     @app.post("/api/embed")
     @app.post("/api/embeddings")

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from smoe import __version__
 from smoe.server.events import Json
+from smoe.server.model_files import files_of
 from smoe.server.ollama_fields import OllamaShowAsked
 from smoe.server.serving import Serving
 
@@ -30,19 +31,14 @@ class OllamaModel:
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
-        engine, entries = serving.engine, serving.engine.ledger.entries()
-        experts = sum(held.experts for held in engine.store.layers.values())
-        expert_bytes = entries["expert slots"] / engine.ledger.cache_slots
-        self._nbytes = round(entries["non-expert weights"] + experts * expert_bytes)
-        """The size of all weights."""
-        family = str(serving.model.config.model_type)
+        self._files = files = files_of(serving.model)
         self._details: dict[str, Any] = {
             "parent_model": "",
-            "format": "safetensors",
-            "family": family,
-            "families": [family],
-            "parameter_size": "",
-            "quantization_level": "",
+            "format": files.format,
+            "family": files.architecture,
+            "families": [files.architecture],
+            "parameter_size": _in_short(files.parameters),
+            "quantization_level": files.quantisation,
         }
 
     def tags(self) -> dict[str, Any]:
@@ -52,7 +48,8 @@ class OllamaModel:
     def running(self) -> dict[str, Any]:
         """Return the list of loaded models."""
         engine = self._serving.engine
-        held = {"expires_at": _NEVER, "size_vram": engine.ledger.budget_bytes, "context_length": engine.context_tokens}
+        vram = 0 if self._serving.model.device.type == "cpu" else engine.ledger.budget_bytes
+        held = {"expires_at": _NEVER, "size_vram": vram, "context_length": engine.context_tokens}
         return {"models": [self._entry() | held]}
 
     async def show(self, request: Request) -> Response:
@@ -61,7 +58,7 @@ class OllamaModel:
 
     def _shown(self) -> dict[str, Any]:
         serving, config = self._serving, self._serving.model.config.get_text_config()
-        family = self._details["family"]
+        family = self._files.architecture
         capabilities = {
             "completion": True,
             "tools": serving.prompts.takes_tools and serving.prompts.format.has_calls,
@@ -75,6 +72,7 @@ class OllamaModel:
             "model_info": {
                 "general.architecture": family,
                 "general.basename": serving.name,
+                "general.parameter_count": self._files.parameters,
                 f"{family}.context_length": serving.engine.context_tokens,
                 f"{family}.block_count": config.num_hidden_layers,
                 f"{family}.embedding_length": config.hidden_size,
@@ -86,9 +84,17 @@ class OllamaModel:
     def _entry(self) -> dict[str, Any]:
         name = self._serving.name
         digest = hashlib.sha256(self._serving.fingerprint.encode()).hexdigest()
-        return {"name": name, "model": name, "size": self._nbytes, "digest": digest, "details": self._details}
+        return {"name": name, "model": name, "size": self._files.nbytes, "digest": digest, "details": self._details}
 
     @property
     def _began(self) -> str:
         began = datetime.fromtimestamp(self._serving.began, timezone.utc)
         return began.isoformat().replace("+00:00", "Z")
+
+
+def _in_short(number: int) -> str:
+    """Return a number of parameters in Ollama's form: `30.5B`, `136.73M`."""
+    for unit, size, digits in (("B", 10**9, 1), ("M", 10**6, 2), ("K", 10**3, 0)):
+        if number >= size:
+            return f"{number / size:.{0 if number % size == 0 else digits}f}{unit}"
+    return str(number)

@@ -42,7 +42,7 @@ _REFUSALS = {
     415: "The body is not sent as JSON, or is compressed.",
     429: "The queue, or the memory for request bodies, is full; `Retry-After` gives the time to wait.",
     500: "The server failed; only this request is lost.",
-    501: "The model has no embeddings.",
+    501: "The model has no embeddings, or the server does not manage models.",
     503: "The server is shutting down, its model can no longer be used, or all connections are in use.",
 }
 _IGNORED = {"description": "Unknown fields of the request, which were ignored.", "schema": {"type": "string"}}
@@ -93,6 +93,11 @@ def _ollama(method: str, path: str, summary: str, content: dict[str, Any], asked
 
 def _no_embeddings(path: str, refusal: type[BaseModel]) -> Operation:
     return Operation("post", path, "Embeddings, which the model does not have.", {}, others={501: refusal})
+
+
+def _no_management(path: str, method: str = "post") -> Operation:
+    summary = "Management of models, which the server does not support: it has one model."
+    return Operation(method, path, summary, {}, others={501: local.OllamaRefusal})
 
 
 def _probe(path: str, summary: str) -> Operation:
@@ -171,6 +176,8 @@ OPERATIONS = (
     _no_embeddings("/v1/embeddings", answers.Refusal),
     _no_embeddings("/api/embed", local.OllamaRefusal),
     _no_embeddings("/api/embeddings", local.OllamaRefusal),
+    *map(_no_management, ("/api/pull", "/api/push", "/api/create", "/api/copy")),
+    _no_management("/api/delete", "delete"),
     _probe("/health", "Whether the server responds."),
     _probe("/healthz", "Whether the process works (also while it shuts down); otherwise restart it."),
     _probe("/ready", "Whether the server accepts requests."),
