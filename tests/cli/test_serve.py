@@ -25,7 +25,7 @@ from smoe.cli import serve
 from smoe.cli.serve import ServerOptions, _with_libraries
 from smoe.cli.summary import print_totals
 from smoe.config import EngineConfig
-from smoe.errors import BudgetError
+from smoe.errors import BudgetError, ConfigError
 from smoe.server.totals import Totals
 from tests import forked
 from tests.cli.conftest import Run
@@ -247,6 +247,12 @@ def test_the_key_may_be_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("secret\n")
     assert ServerOptions(api_key_file=file).config().api_key == "secret"
+    for content, why in ((b"", "is empty"), (b"\n", "is empty"), (b"one\ntwo\n", "has 2 lines"), (b"\xff", "UTF-8"),
+                         ("schl\u00fcssel".encode(), "outside ASCII")):  # fmt: skip
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=why) as refused:
+            ServerOptions(api_key_file=file).config()
+        assert f"`api_key_file={file}` " in str(refused.value)
 
 
 @pytest.mark.parametrize(

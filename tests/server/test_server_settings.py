@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -45,6 +46,22 @@ def test_what_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as refused:
         ServerConfig(**wrong)
     assert refused.value.setting == next(iter(wrong))
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        ("", "`api_key` is empty"),
+        ("one\ntwo", "`api_key` has 2 lines"),
+        ("two words", "`api_key` has a space (character 4)"),
+        ("a\tb", "`api_key` has an unprintable character (character 2)"),
+        ("schl\u00fcssel", "`api_key` has a letter outside ASCII (character 5)"),
+    ],
+)
+def test_the_reason_why_a_key_cannot_be_is_named_without_the_key(key: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(why)) as refused:
+        ServerConfig(api_key=key)
+    assert not key or key not in str(refused.value)
 
 
 def test_a_key_is_not_shown() -> None:

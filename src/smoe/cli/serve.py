@@ -223,15 +223,28 @@ class ServerOptions:
                 given=str(self.api_key_file),
                 allowed="none with `api_key`",
             )
-        try:
-            return self.api_key_file.read_text(encoding="utf8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"`api_key_file={self.api_key_file}` cannot be read: {getattr(error, 'strerror', None) or error}",
-                setting="api_key_file",
-                given=str(self.api_key_file),
-                allowed="a file of text whose one line is the key",
-            ) from error
+        return _key_in(self.api_key_file)
+
+
+def _key_in(file: Path) -> str:
+    """Return the key that a file contains. Raises `ConfigError` if the file cannot be read or contains no valid key."""
+    from smoe.server.settings import KEY_FORM, key_fault
+
+    try:
+        key = file.read_text(encoding="utf8").strip()
+        why = key_fault(key)
+    except OSError as error:
+        why = f"cannot be read: {error.strerror or error}"
+    except UnicodeDecodeError:
+        why = "is not text in UTF-8"
+    if why is None:
+        return key
+    raise ConfigError(
+        f"`api_key_file={file}` {why}; {KEY_FORM}",
+        setting="api_key_file",
+        given=str(file),
+        allowed="a file of text whose one line is the key",
+    )
 
 
 def command(

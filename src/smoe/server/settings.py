@@ -10,6 +10,8 @@ from smoe.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
 FEWEST_CONNECTIONS = 8
+ALLOWED_KEY = "printable ASCII without spaces"
+KEY_FORM = f"a key must be one line of {ALLOWED_KEY}, because it is sent in a header"
 
 
 @dataclass(frozen=True)
@@ -79,14 +81,9 @@ class ServerConfig:
                 raise ConfigError.out_of_bounds("allow_origin", origin, "an origin such as https://chat.example, or *")
 
     def _check_key(self) -> None:
-        if self.api_key is not None and (
-            not self.api_key.isascii() or not self.api_key.isprintable() or " " in self.api_key or not self.api_key
-        ):
+        if self.api_key is not None and (fault := key_fault(self.api_key)):
             raise ConfigError(
-                "the `api_key` must be printable ASCII without spaces, as it travels in a header",
-                setting="api_key",
-                given="another",
-                allowed="printable ASCII without spaces",
+                f"the `api_key` {fault}; {KEY_FORM}", setting="api_key", given="another", allowed=ALLOWED_KEY
             )
         if self.api_key is not None and self.no_auth:
             raise ConfigError(
@@ -113,6 +110,19 @@ class ServerConfig:
     def is_local(self) -> bool:
         """Whether only this machine can send requests."""
         return is_loopback(self.host)
+
+
+def key_fault(key: str) -> str | None:
+    """Return why a text cannot be a key, as the end of a sentence that does not contain the key; None if it can."""
+    if not key:
+        return "is empty"
+    if (lines := len(key.splitlines())) > 1:
+        return f"has {lines} lines"
+    for number, character in enumerate(key, start=1):
+        if not "!" <= character <= "~":
+            what = "a space" if character == " " else "an unprintable character"
+            return f"has {what if character.isascii() else 'a letter outside ASCII'} (character {number})"
+    return None
 
 
 def is_loopback(host: str) -> bool:
