@@ -251,7 +251,7 @@ def _writer(prompts: int) -> OnText | None:
 
 
 def _after(stop: Callable[[], None], write: OnText | None, say: OnText | None) -> OnText | None:
-    """Return a function that writes text to stdout and to the page `/watch`. It first removes the progress bar."""
+    """Return a function that writes text to stdout and to the browser page. It first removes the progress bar."""
 
     def write_after(row: int, text: str) -> None:
         if write is not None:
@@ -265,7 +265,7 @@ def _after(stop: Callable[[], None], write: OnText | None, say: OnText | None) -
 
 @contextmanager
 def _shown(ready: PreTrainedModel, model: str, texts: list[str], watch: bool) -> Iterator[OnText | None]:
-    """If requested, show the run on the page `/watch` during the `with` block, which begins when a browser opens the
+    """If requested, show the run on the browser page during the `with` block, which begins when a browser opens the
     page. Yield a function that passes text to the page."""
     if not watch:
         yield None

@@ -1,4 +1,4 @@
-"""The page `/watch` during a run of the command line: for this machine only, on a thread of its own."""
+"""The browser page during a run of the command line: for this machine only, on a thread of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _START_SECONDS = 10.0
 
 
 class RunPage:
-    """The page `/watch` of one run."""
+    """The browser page of one run."""
 
     def __init__(self, address: str, watching: Watching) -> None:
         self.address = address
