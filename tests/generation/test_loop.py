@@ -297,6 +297,22 @@ def test_reading_leaves_half_of_the_time_to_those_who_decode(toy: Callable[..., 
     assert [*map(len, "".join("r" if each == "_read" else "d" for each in log).split("r"))][:5] == [0, 4, 4, 4, 4]
 
 
+def test_the_state_of_a_prefill_counts_the_tokens_that_are_read(toy: Callable[..., Path], open_model: Open) -> None:
+    model = open_model(toy("mixtral"), "half", max_sequences=2, prefill_tokens=8, context_tokens=96)
+    loop = DecodeLoop(model, NoText())
+    assert loop.prefill is None
+    request, _ = asked(PROMPTS[3], 2)
+    loop.hand_in(request)
+    read = []
+    while not request.new_ids:
+        loop.step()
+        if loop.prefill is not None:
+            read.append((loop.prefill.tokens_read, loop.prefill.tokens))
+    assert read == [(8 * piece, len(request.ids)) for piece in range(1, len(read) + 1)] and len(read) == 4
+    loop.run(until_idle=True)
+    assert loop.prefill is None
+
+
 class _Clocked:
     """An engine with another clock."""
 

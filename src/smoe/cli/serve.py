@@ -287,6 +287,7 @@ def _serve(
     from smoe.cli.interrupts import answered_by
 
     settings = _with_libraries(model, in_container(engine.config(SERVED_SEQUENCES)), note)
+    from smoe.cli.prompt_bar import PromptBar
     from smoe.cli.session import loaded
     from smoe.load.tokenizer import load_tokenizer
     from smoe.server.first_pass import first_pass
@@ -320,7 +321,8 @@ def _serve(
                 _tell_where(bound_socket, serving, as_json)
                 gc.collect()
                 gc.freeze()  # excludes loaded objects from collections, which would delay everything
-                listener.run([bound_socket])
+                with PromptBar(lambda: serving.prefill):
+                    listener.run([bound_socket])
             finally:
                 serving.close()
         return totals_of(serving), serving.failure if config.exit_on_failure else None

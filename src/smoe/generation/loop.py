@@ -20,7 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -35,6 +35,19 @@ from smoe.generation.sampler import Sampler
 from smoe.runtime.engine import Engine
 
 _log = logging.getLogger(__name__)
+
+
+class Prefill(NamedTuple):
+    """The state of the prefill of one prompt, or of several short ones that are processed together."""
+
+    begun: float
+    """The time at which the prefill began, in seconds of the engine's clock."""
+    seconds: float
+    """The seconds since then."""
+    tokens_read: int
+    """The number of tokens of which keys and values are in the KV cache."""
+    tokens: int
+    """The number of all tokens of the prompts."""
 
 
 class DecodeLoop:
@@ -102,6 +115,16 @@ class DecodeLoop:
     def running(self) -> int:
         """The number of requests in prefill or decode."""
         return len(self._texts())
+
+    @property
+    def prefill(self) -> Prefill | None:
+        """The state of the prefill in progress, or None."""
+        texts = list(self._reading)
+        if not texts:
+            return None
+        read = sum(max(text.read, text.request.reused_tokens) for text in texts)
+        begun = texts[0].request.begun
+        return Prefill(begun, self._engine.now() - begun, read, sum(len(text.request.ids) for text in texts))
 
     def wake(self) -> None:
         """Wake the loop, so that it processes cancelled requests."""
@@ -250,12 +273,13 @@ class DecodeLoop:
             return
         text, rows, ids = self._reading[0], self._usable_rows(), self._reading[0].request.ids
         begin = max(text.read, text.request.reused_tokens)
-        text.read = min(len(ids), begin + self._engine.config.prefill_tokens)
+        end = min(len(ids), begin + self._engine.config.prefill_tokens)
         try:
-            logits = rows.read(text.row, ids[begin : text.read])
+            logits = rows.read(text.row, ids[begin:end])
         except Exception as error:
             self._leave(text, EndReason.FAILED, error)
             return
+        text.read = end
         if text.read == len(ids):
             self._reading.clear()
             self._join(text)

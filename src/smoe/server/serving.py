@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from smoe import __version__
 from smoe.errors import EngineStateError
 from smoe.generation.choices import end_tokens
-from smoe.generation.loop import DecodeLoop
+from smoe.generation.loop import DecodeLoop, Prefill
 from smoe.generation.request import End, Piece, Request
 from smoe.machine.native_heap import give_back_heap
 from smoe.metrics import Counters
@@ -140,6 +140,11 @@ class Serving:
     def waiting(self) -> int:
         """The number of texts in the queue."""
         return self._loop.waiting
+
+    @property
+    def prefill(self) -> Prefill | None:
+        """The state of the prefill in progress, or None."""
+        return self._loop.prefill
 
     @property
     def busy_seconds(self) -> float:
