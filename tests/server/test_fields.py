@@ -4,6 +4,8 @@ knows."""
 from __future__ import annotations
 
 import inspect
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +14,19 @@ from openai.resources.completions import Completions as TextCompletions
 from openai.resources.responses import Responses
 
 from smoe.server.fields import ChatAsked, CompletionAsked, RequestFields, ResponseAsked
+from smoe.server.message_fields import MessagesAsked
 from smoe.server.neutral_fields import NEUTRAL, NeutralFields
 from smoe.server.problem import ApiError
 
 OURS = {"seed", "top_k", "min_p", "repetition_penalty", "repeat_penalty", "chat_template_kwargs",
         "add_generation_prompt", "continue_final_message", "cache_prompt", "ignore_eos", "repeat_last_n",
-        "thinking_budget_tokens", "grammar", "n_predict", "num_predict"}  # fmt: skip
+        "thinking_budget_tokens", "grammar", "n_predict", "num_predict", "max_completion_tokens",
+        "response_format"}  # fmt: skip
 OTHERS = set(NeutralFields.model_fields)
+PATHS: dict[str, type[RequestFields]] = {
+    "chat": ChatAsked, "completions": CompletionAsked, "responses": ResponseAsked, "messages": MessagesAsked
+}  # fmt: skip
+"""By the words for them in the documentation."""
 ASKED = [(ChatAsked, Completions), (CompletionAsked, TextCompletions), (ResponseAsked, Responses)]
 
 
@@ -45,6 +53,7 @@ FIRST: list[tuple[type[RequestFields], dict[str, Any]]] = [
     (ChatAsked, {"model": "demo", "messages": [{"role": "user", "content": "x"}]}),
     (CompletionAsked, {"model": "demo", "prompt": "x"}),
     (ResponseAsked, {"model": "demo", "input": "x"}),
+    (MessagesAsked, {"model": "demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}),
 ]
 SENT: dict[str, Any] = {
     "n": 1, "logprobs": False, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "user": "someone",
@@ -71,14 +80,40 @@ def test_other_values_are_refused_by_the_fields_name(asked: type[RequestFields],
     for name, values in (NEUTRAL | asked.unsupported).items():
         for value in (2, 0.5, True, False, 0, 1, "x", ["x"], {"x": 1}):
             if not any(isinstance(value, bool) == isinstance(each, bool) and value == each for each in values):
-                with pytest.raises(ApiError, match=f"'{name}' is not supported by this server; leave it out") as error:
+                with pytest.raises(ApiError, match=f"'{name}' is not supported in this request; leave it out") as error:
                     asked.model_validate(first | {name: value}).check_unsupported()
                 assert (error.value.param, error.value.code) == (name, "unsupported_parameter")
 
 
 def test_a_refusal_says_what_is_allowed() -> None:
-    with pytest.raises(ApiError, match="'typical_p' is not supported by this server; leave it out, or give 1"):
+    with pytest.raises(ApiError, match="'typical_p' is not supported in this request; leave it out, or give 1"):
         ChatAsked.model_validate(FIRST[0][1] | {"typical_p": 0.9}).check_unsupported()
+    with pytest.raises(ApiError, match="leave it out, or give 0; use 'logprobs'"):
+        CompletionAsked.model_validate(FIRST[1][1] | {"top_logprobs": 2}).check_unsupported()
+
+
+def test_a_field_of_the_documentation_is_used_or_refused_on_every_path() -> None:
+    """Would catch a field that one path has and another drops: the table's second column names the paths of each."""
+    table = Path("docs/serve.md").read_text(encoding="utf8").partition("| field | paths | meaning |\n")[2]
+    rows = [line.split(" | ", 2) for line in table.partition("\n\n")[0].splitlines()[1:]]
+    assert len(rows) > 10
+    for names, paths, _ in rows:
+        for name in re.findall(r"`([a-z_]+)[`.]", names):
+            for path, kind in PATHS.items():
+                is_used = name in kind.model_fields and name not in kind.harmless()
+                is_promised = path in paths or paths == "all"
+                assert name in kind.model_fields, f"{path} does not know {name}"
+                assert is_used == is_promised, f"{path}: {name}"
+
+
+def test_the_field_to_use_instead_exists() -> None:
+    for kind in PATHS.values():
+        assert set(kind.instead) <= set(kind.unsupported)
+        assert {name.partition(".")[0] for name in kind.instead.values()} <= set(kind.model_fields)
+        for name in kind.instead:
+            assert name in kind.model_json_schema()["properties"] and "Use '" in str(
+                kind.model_json_schema()["properties"][name]
+            )
 
 
 def test_every_neutral_value_belongs_to_a_field() -> None:

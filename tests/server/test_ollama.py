@@ -163,6 +163,9 @@ def test_logprobs_are_those_of_chat_completions(running: Running) -> None:
 
 def test_a_request_without_a_prompt_loads_the_model(running: Running) -> None:
     assert whole(running, "/api/chat", {"model": "demo", "messages": []}).done_reason == "load"
+    assert whole(running, "/api/chat", {"messages": []}).model == "demo"
+    named = whole(running, "/api/generate", {"prompt": "x", "options": {"num_predict": 1}})
+    assert named.model == "demo" and named.eval_count == 1
     assert whole(running, "/api/generate", {"model": "demo", "keep_alive": 0}).done_reason == "load"
 
 
@@ -199,6 +202,9 @@ def test_what_is_said_of_the_model(running: Running) -> None:
         ("/api/chat", {**ASKED, "format": "xml"}, 400, "'format'"),
         ("/api/generate", {**PROMPT, "suffix": "x"}, 400, "'suffix' is not supported"),
         ("/api/generate", {**PROMPT, "prompt": "x" * 3000}, 400, "maximum context length is 1024"),
+        ("/api/generate", {**PROMPT, "tools": TOOLS}, 400, "'tools' is not supported"),
+        ("/api/generate", {**PROMPT, "raw": True, "system": "x"}, 400, "'system' needs the chat template"),
+        ("/api/generate", {**PROMPT, "raw": True, "format": {"type": "king"}}, 400, "'format' cannot be enforced"),
         ("/api/show", {"model": "other"}, 404, "does not exist here"),
         ("/api/embed", {"model": "demo", "input": "x"}, 501, "it has no embeddings"),
         ("/api/embeddings", {"model": "demo", "prompt": "x"}, 501, "it has no embeddings"),

@@ -4,6 +4,7 @@ ignores one, and names that break a header or fill the log."""
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 from typing import Any
 from urllib.parse import unquote
@@ -33,6 +34,14 @@ def test_unknown_fields_are_ignored_and_listed(running: Running, path: str) -> N
     assert [unquote(name) for name in answer.headers[IGNORED_FIELDS].split(",")] == ["temprature", "söme, thing\n"]
     wrong = running.http("POST", path, {**BODIES[path], "temperature": 5, "temprature": 1})
     assert wrong.status == 400 and "'temperature' is 5; it must be a number between 0 and 2" in wrong.text
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_model_may_be_left_out(running: Running, path: str) -> None:
+    body = {name: value for name, value in BODIES[path].items() if name != "model"}
+    for left_out in (body, {**body, "model": None}):
+        answer = running.http("POST", path, left_out)
+        assert answer.status == 200 and json.loads(answer.text).get("model", "demo") == "demo"
 
 
 def test_a_stream_lists_them_too(running: Running) -> None:

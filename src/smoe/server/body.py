@@ -48,14 +48,21 @@ _EXACT = 2.0**53
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 
+def _alternative(name: str | None, words: str) -> str:
+    """Return `words` with the name of the field to use instead; empty if there is none."""
+    return "" if name is None else words.format(f"'{name}'")
+
+
 def _tell_unsupported(schema: dict[str, Any], kind: type[BaseModel]) -> None:
     """Add to a JSON schema, for each field without effect in this server, the only values that requests may give: those
     that change nothing."""
-    for name, harmless in kind.harmless().items() if issubclass(kind, AskedFields) else ():
+    if not issubclass(kind, AskedFields):
+        return
+    for name, harmless in kind.harmless().items():
         schema["properties"][name] = {
             "enum": [None, *harmless],
             "default": None,
-            "description": "Not supported: leave it out.",
+            "description": "Not supported: leave it out." + _alternative(kind.instead.get(name), " Use {}."),
         }
 
 
@@ -67,6 +74,8 @@ class AskedFields(BaseModel):
     )
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Fields that would change the response but are not supported, with the values that change nothing."""
+    instead: ClassVar[dict[str, str]] = {}
+    """{field that is not supported: the field of this kind of request that has the same effect}."""
     names: ClassVar[dict[str, str]] = {}
     """{name of a library setting: its name in this kind of request}, where the two names differ."""
     takes_any_model: ClassVar[bool] = False
@@ -90,7 +99,8 @@ class AskedFields(BaseModel):
             value = getattr(self, name)
             if value is not None and not any(_is_same(value, each) for each in harmless):
                 only = "".join(f", or give {json.dumps(each)}" for each in harmless)
-                message = f"'{name}' is not supported by this server; leave it out{only}"
+                use = _alternative(self.instead.get(name), "; use {}")
+                message = f"'{name}' is not supported in this request; leave it out{only}{use}"
                 raise refused(message, name, "unsupported_parameter")
 
     @property

@@ -11,10 +11,10 @@ from smoe.conversation.conversation import Ending
 from smoe.server.answer import EndpointAnswer, Form, head_of
 from smoe.server.choice import ChoiceText, Delta, ToolCall, usage_of
 from smoe.server.events import event
-from smoe.server.fields import ChatAsked, ResponseFormat
+from smoe.server.fields import ChatAsked
 from smoe.server.problem import refused
 from smoe.server.serving import Serving
-from smoe.server.talk import Prepared, Talk, prepare, template_of
+from smoe.server.talk import Prepared, Talk, prepare, schema_of, template_of
 from smoe.server.texts import Texts
 
 
@@ -73,20 +73,6 @@ def _ending(asked: ChatAsked) -> Ending:
         )
         raise refused(message, "continue_final_message")
     return Ending(add_generation_prompt=False, continue_final_message=True)
-
-
-def schema_of(form: ResponseFormat | None) -> dict[str, Any] | None:
-    """Return the JSON schema that the response must follow; None for free text."""
-    if form is None or form.type == "text":
-        return None
-    given = form.schema_ if form.json_schema is None else form.json_schema.schema_
-    if form.type == "json_object":
-        return {"type": "object"} if given is None else given
-    if given is None:
-        raise refused(
-            "'response_format' of the type json_schema needs a 'json_schema' with a 'schema'", "response_format"
-        )
-    return given
 
 
 class _ChatAnswer(EndpointAnswer):

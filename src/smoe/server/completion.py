@@ -13,7 +13,7 @@ from smoe.server.events import event
 from smoe.server.fields import MOST_TEXTS, CompletionAsked
 from smoe.server.problem import refused
 from smoe.server.serving import Serving
-from smoe.server.talk import another, refuse_endless, sampling_of, texts_of
+from smoe.server.talk import another, grammar_of, refuse_endless, sampling_of, schema_of, texts_of
 from smoe.server.texts import TextRequest, Texts
 from smoe.server.token_text import TokenTexts
 
@@ -33,16 +33,16 @@ async def completions(serving: Serving, request: Request) -> Response:
     return await _CompletionAnswer(serving, form, texts).to(request, form.is_streamed)
 
 
-def texts_wanted(serving: Serving, asked: CompletionAsked) -> list[TextRequest]:
-    """Return the texts to generate for a request. Raises an `ApiError` for prompts that cannot be continued."""
+def texts_wanted(serving: Serving, asked: CompletionAsked, schema_field: str = "response_format") -> list[TextRequest]:
+    """Return the texts to generate for a request. `schema_field`: the request's field that contains the schema. Raises
+    an `ApiError` for prompts that cannot be continued."""
     prompts = _prompts(serving, asked.prompt)
     if len(prompts) * (asked.n or 1) > MOST_TEXTS:
         raise refused(f"a request may have at most {MOST_TEXTS} texts (prompts times 'n')", "n")
     tokens = _USUAL_TOKENS if asked.most_tokens is None else asked.most_tokens
-    grammar = None
-    if asked.grammar is not None:
+    grammar = grammar_of(serving, asked.grammar, schema_of(asked.response_format), schema_field)
+    if grammar is not None:
         refuse_endless(asked)
-        grammar = serving.grammars.of_given(asked.grammar)
     wanted: list[TextRequest] = []
     for ids in prompts:
         sampling = another(sampling_of(asked, serving.model, serving.limit(ids, tokens)), len(wanted))

@@ -43,8 +43,8 @@ seconds and much memory."""
 class RequestFields(AskedFields, NeutralFields):
     """The fields that all kinds of requests share."""
 
-    model: str
-    """The model's name, as `/v1/models` lists it."""
+    model: str | None = None
+    """The model's name, as `/v1/models` lists it. Left out: the model that is served."""
     temperature: float | None = Field(default=None, ge=0, le=_HOTTEST)
     """0: always the likeliest token. If this or a field below is left out, the model's own value applies."""
     top_p: float | None = Field(default=None, ge=0, le=1)
@@ -110,8 +110,10 @@ class Completing(RequestFields):
     """The number of texts for each prompt; the n-th draws with `seed` + n."""
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
     """Strings at which a text ends; the string itself is not part of the text. Empty ones are ignored."""
+    max_completion_tokens: Tokens = None
+    """Overrides `max_tokens`. -1: as many as the context has room for, as without a number in a conversation."""
     max_tokens: Tokens = None
-    """-1: as many as the context has room for."""
+    """The same."""
     n_predict: Tokens = None
     """The same, as llama.cpp names it."""
     num_predict: Tokens = None
@@ -127,7 +129,7 @@ class Completing(RequestFields):
     @property
     def most_tokens(self) -> int | None:
         """The given maximum number of new tokens; None where none is given."""
-        return first_given(self.max_tokens, self.n_predict, self.num_predict)
+        return first_given(self.max_completion_tokens, self.max_tokens, self.n_predict, self.num_predict)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -135,15 +137,51 @@ class Completing(RequestFields):
         return tuple(stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop or ()) if stop)
 
     @property
+    def settings(self) -> dict[str, str]:
+        """The library's settings of this request; `max_new_tokens` has the name of whichever field is given."""
+        given = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return super().settings | {"max_new_tokens": given}
+
+    @property
     def wants_usage(self) -> bool:
         """Whether a stream ends with the token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
+class JsonSchema(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=(), use_attribute_docstrings=True)
+
+    name: str | None = None
+    strict: bool | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    """The schema that the response follows, enforced token by token."""
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=(), use_attribute_docstrings=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    """Not OpenAI's: the schema, without a `json_schema` around it; also with `json_object`."""
+
+
 class CompletionAsked(Completing):
     """A request to `POST /v1/completions`."""
 
-    names: ClassVar = {"max_new_tokens": "max_tokens"}
+    unsupported = {
+        "add_generation_prompt": (True, False),
+        "chat_template_kwargs": ({},),
+        "continue_final_message": (False,),
+        "max_output_tokens": (),
+        "parallel_tool_calls": (True, False),
+        "reasoning_effort": ("none",),
+        "thinking_budget_tokens": (-1,),
+        "tool_choice": ("none", "auto"),
+        "tools": ([],),
+        "top_logprobs": (0,),
+    }
+    instead: ClassVar = {"max_output_tokens": "max_tokens", "top_logprobs": "logprobs"}
 
     prompt: (
         str
@@ -154,6 +192,18 @@ class CompletionAsked(Completing):
     """A text, several texts, the tokens of a text, or the tokens of several texts."""
     logprobs: Likeliest | Literal[False] = None
     """How many of the likeliest tokens to list for each token; false: no probabilities."""
+    response_format: ResponseFormat | None = None
+    # of conversations only
+    add_generation_prompt: Any = None
+    chat_template_kwargs: Any = None
+    continue_final_message: Any = None
+    max_output_tokens: Any = None
+    parallel_tool_calls: Any = None
+    reasoning_effort: Any = None
+    thinking_budget_tokens: Any = None
+    tool_choice: Any = None
+    tools: Any = None
+    top_logprobs: Any = None
 
     @property
     def likeliest(self) -> int | None:
@@ -191,7 +241,7 @@ class _Message(BaseModel):
 class GivenMessage(_Message):
     """A message of the system, the developer, the user or a tool."""
 
-    role: Literal["system", "developer", "user", "tool", "function"]
+    role: Literal["system", "developer", "user", "tool"]
     content: str | Objects
     """A text, or its parts: `{"type": "text", "text": ...}`."""
 
@@ -201,27 +251,11 @@ class AssistantMessage(_Message):
 
     role: Literal["assistant"]
     content: str | Objects | None = None
+    function_call: None = None
+    """The old form of `tool_calls`, which is not supported."""
 
 
 Message = Annotated[GivenMessage | AssistantMessage, Discriminator("role")]
-
-
-class JsonSchema(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=(), use_attribute_docstrings=True)
-
-    name: str | None = None
-    strict: bool | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    """The schema that the response follows, enforced token by token."""
-
-
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=(), use_attribute_docstrings=True)
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    """Not OpenAI's: the schema, without a `json_schema` around it; also with `json_object`."""
 
 
 class ChatAsked(Completing):
@@ -231,15 +265,15 @@ class ChatAsked(Completing):
         "audio": (),
         "functions": ([],),
         "function_call": ("none", "auto"),
+        "max_output_tokens": (),
         "modalities": (["text"],),
         "moderation": (),
         "web_search_options": (),
     }
-    names: ClassVar = {"max_new_tokens": "max_completion_tokens", "prompt": "messages"}
+    instead: ClassVar = {"functions": "tools", "function_call": "tool_choice", "max_output_tokens": "max_tokens"}
+    names: ClassVar = {"prompt": "messages"}
 
     messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
-    max_completion_tokens: Tokens = None
-    """Overrides `max_tokens`. Without both: as many as the context has room for."""
     logprobs: bool | Annotated[int, Field(ge=0, le=20)] | None = None
     """Whether to list the probability of each token; a number: as plain completions have it."""
     top_logprobs: Likeliest = None
@@ -263,6 +297,7 @@ class ChatAsked(Completing):
     audio: Any = None
     functions: Any = None
     function_call: Any = None
+    max_output_tokens: Any = None
     modalities: Any = None
     moderation: Any = None
     web_search_options: Any = None
@@ -278,21 +313,11 @@ class ChatAsked(Completing):
     verbosity: Any = None
 
     @property
-    def most_tokens(self) -> int | None:
-        return first_given(self.max_completion_tokens, super().most_tokens)
-
-    @property
     def likeliest(self) -> int | None:
         """How many of the likeliest tokens to list for each token; None: no probabilities."""
         if isinstance(self.logprobs, bool):
             return (self.top_logprobs or 0) if self.logprobs else None
         return self.logprobs
-
-    @property
-    def settings(self) -> dict[str, str]:
-        """The library's settings of this request; `max_new_tokens` has the name of whichever field is given."""
-        found = super().settings
-        return found | ({"max_new_tokens": "max_tokens"} if self.max_completion_tokens is None else {})
 
 
 class ResponseText(BaseModel):
@@ -320,6 +345,22 @@ class ResponseAsked(RequestFields):
         "frequency_penalty": (0,),
         "logit_bias": ({},),
         "logprobs": (False,),
+        "top_logprobs": (0,),
+        "stop": ([], ""),
+        "grammar": (),
+        "response_format": ({"type": "text"},),
+        "reasoning_effort": (),
+        "continue_final_message": (False,),
+        "add_generation_prompt": (True,),
+        "max_completion_tokens": (),
+        "max_tokens": (),
+        "n_predict": (),
+        "num_predict": (),
+    }
+    instead: ClassVar = {
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+        **dict.fromkeys(("max_completion_tokens", "max_tokens", "n_predict", "num_predict"), "max_output_tokens"),
     }
     names: ClassVar = {"max_new_tokens": "max_output_tokens", "prompt": "input"}
 
@@ -357,6 +398,17 @@ class ResponseAsked(RequestFields):
     frequency_penalty: Any = None
     logit_bias: Any = None
     logprobs: Any = None
+    top_logprobs: Any = None
+    stop: Any = None
+    grammar: Any = None
+    response_format: Any = None
+    reasoning_effort: Any = None
+    continue_final_message: Any = None
+    add_generation_prompt: Any = None
+    max_completion_tokens: Any = None
+    max_tokens: Any = None
+    n_predict: Any = None
+    num_predict: Any = None
     # ignored: the answer is right without them
     access_programs: Any = None
     background_options: Any = None
@@ -368,4 +420,3 @@ class ResponseAsked(RequestFields):
     safety_identifier: Any = None
     service_tier: Any = None
     stream_options: Any = None
-    top_logprobs: Any = None

@@ -13,8 +13,29 @@ class CountAsked(Completing):
     """A request to `POST /v1/messages/count_tokens`."""
 
     takes_any_model = True
-    unsupported = {"container": (), "mcp_servers": ([],), "thread": ()}
-    names: ClassVar = {"max_new_tokens": "max_tokens", "prompt": "messages"}
+    unsupported = {
+        "container": (),
+        "mcp_servers": ([],),
+        "thread": (),
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "logprobs": (False,),
+        "max_output_tokens": (),
+        "n": (1,),
+        "parallel_tool_calls": (True,),
+        "reasoning_effort": (),
+        "response_format": ({"type": "text"},),
+        "stop": ([], ""),
+        "top_logprobs": (0,),
+    }
+    instead: ClassVar = {
+        "max_output_tokens": "max_tokens",
+        "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+        "reasoning_effort": "output_config.effort",
+        "response_format": "output_config.format",
+        "stop": "stop_sequences",
+    }
+    names: ClassVar = {"prompt": "messages"}
 
     messages: Objects = Field(min_length=1, max_length=MOST_MESSAGES)
     """Turns of user, assistant and system: text, or blocks of text, thinking, tool_use and tool_result."""
@@ -38,6 +59,17 @@ class CountAsked(Completing):
     container: Any = None
     mcp_servers: Any = None
     thread: Any = None
+    # of OpenAI's API only
+    add_generation_prompt: Any = None
+    continue_final_message: Any = None
+    logprobs: Any = None
+    max_output_tokens: Any = None
+    n: Any = None
+    parallel_tool_calls: Any = None
+    reasoning_effort: Any = None
+    response_format: Any = None
+    stop: Any = None
+    top_logprobs: Any = None
     # ignored: the answer is right without them
     billing_policy: Any = None
     cache_control: Any = None

@@ -35,7 +35,7 @@ async def messages(serving: Serving, request: Request) -> Response:
 
     def work(asked: MessagesAsked) -> tuple[Prepared, _MessagesForm]:
         prepared = prepare(serving, asked, _talk(asked), asked.settings)
-        return prepared, _MessagesForm(asked.settings, bool(asked.stream), asked.model, asked.stops)
+        return prepared, _MessagesForm(asked.settings, bool(asked.stream), asked.model or serving.name, asked.stops)
 
     prepared, form = await serving.read(MessagesAsked, request, work)
     texts = serving.ask(prepared.wanted, form.settings, form.is_streamed or prepared.ends_early)
@@ -57,7 +57,7 @@ class _MessagesForm(NamedTuple):
     settings: dict[str, str]
     is_streamed: bool
     model: str
-    """The name that the client gave."""
+    """The name that the client gave, or else that of the served model."""
     stops: tuple[str, ...]
 
 

@@ -20,7 +20,7 @@ from smoe.server.completion import texts_wanted
 from smoe.server.events import Json, to_json
 from smoe.server.fields import ChatAsked, CompletionAsked
 from smoe.server.ollama_fields import OllamaChatAsked, OllamaGenerateAsked, OllamaGenerating
-from smoe.server.problem import ApiError
+from smoe.server.problem import ApiError, refused
 from smoe.server.serving import Serving
 from smoe.server.talk import Prepared, prepare, thinking
 from smoe.server.texts import Texts
@@ -35,7 +35,7 @@ async def ollama_chat(serving: Serving, request: Request) -> Response:
         if not asked.messages:
             return None
         body = {"messages": _messages(asked.messages), "tools": asked.tools, **_common(serving, asked)}
-        return _Asked(_of_chat(serving, body), _form(asked, _as_message))
+        return _Asked(_of_chat(serving, body), _form(serving, asked, _as_message))
 
     return await _answered(serving, request, await serving.read(OllamaChatAsked, request, work), _as_message)
 
@@ -47,11 +47,15 @@ async def ollama_generate(serving: Serving, request: Request) -> Response:
     def work(asked: OllamaGenerateAsked) -> _Asked | None:
         if not asked.prompt:
             return None
+        if asked.raw and asked.system:
+            raise refused(
+                "'system' needs the chat template, which 'raw' leaves out; leave out one of the two", "system"
+            )
         if asked.raw or not (serving.prompts.has_template or asked.system):
-            return _Asked(_of_text(serving, asked, asked.prompt), _form(asked, _as_response))
+            return _Asked(_of_text(serving, asked, asked.prompt), _form(serving, asked, _as_response))
         first = [{"role": "system", "content": asked.system}] if asked.system else []
         body = {"messages": [*first, {"role": "user", "content": asked.prompt}], **_common(serving, asked)}
-        return _Asked(_of_chat(serving, body), _form(asked, _as_response))
+        return _Asked(_of_chat(serving, body), _form(serving, asked, _as_response))
 
     return await _answered(serving, request, await serving.read(OllamaGenerateAsked, request, work), _as_response)
 
@@ -66,7 +70,7 @@ class _OllamaForm:
 
     settings: Mapping[str, str]
     model: str
-    """The name that the client gave."""
+    """The name that the client gave, or else that of the served model."""
     is_streamed: bool
     has_logprobs: bool
     shown: _Shown
@@ -93,8 +97,10 @@ def timestamp() -> str:
     return datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
 
 
-def _form(asked: OllamaGenerating, shown: _Shown) -> _OllamaForm:
-    return _OllamaForm(asked.settings, asked.model, asked.stream is not False, bool(asked.logprobs), shown)
+def _form(serving: Serving, asked: OllamaGenerating, shown: _Shown) -> _OllamaForm:
+    return _OllamaForm(
+        asked.settings, asked.model or serving.name, asked.stream is not False, bool(asked.logprobs), shown
+    )
 
 
 def _common(serving: Serving, asked: OllamaGenerating) -> dict[str, Any]:
@@ -128,18 +134,17 @@ def _of_chat(serving: Serving, body: dict[str, Any]) -> Prepared:
 def _of_text(serving: Serving, asked: OllamaGenerateAsked, prompt: str) -> Prepared:
     """Return the text to generate as a continuation of `prompt`, to which no chat template is applied."""
     sampling = {} if asked.options is None else asked.options.sampling()
-    schema = {"type": "object"} if asked.format == "json" else asked.format
     body = {
         "model": serving.name,
         "prompt": prompt,
         "num_predict": -1,
         **sampling,
-        "grammar": {"type": "json", "value": schema} if schema else None,
+        "response_format": _response_format(asked.format),
         "logprobs": (asked.top_logprobs or 0) if asked.logprobs else None,
     }
     text = fields_of(CompletionAsked, body)
     text.check_unsupported()
-    return Prepared.plain(texts_wanted(serving, text), serving.ends)
+    return Prepared.plain(texts_wanted(serving, text, "format"), serving.ends)
 
 
 def _messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:

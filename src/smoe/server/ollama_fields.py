@@ -67,8 +67,8 @@ class OllamaAsked(AskedFields):
 
     tags = ("", ":latest")
 
-    model: str
-    """The model's name, as `/api/tags` lists it."""
+    model: str | None = None
+    """The model's name, as `/api/tags` lists it. Left out: the model that is served."""
     keep_alive: Any = None
     """Accepted and ignored: the model stays loaded until the server ends."""
 
@@ -111,6 +111,7 @@ class OllamaGenerateAsked(OllamaGenerating):
         "steps": (0,),
         "suffix": ("",),
         "template": ("",),
+        "tools": ([],),
         "width": (0,),
     }
     names: ClassVar = {"max_new_tokens": "num_predict", "prompt": "prompt"}
@@ -126,6 +127,7 @@ class OllamaGenerateAsked(OllamaGenerating):
     steps: Any = None
     suffix: Any = None
     template: Any = None
+    tools: Any = None
     width: Any = None
 
 

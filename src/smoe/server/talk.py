@@ -16,7 +16,7 @@ from smoe.generation.choices import COLDEST
 from smoe.generation.request import Constraint, Request
 from smoe.generation.sampling import Sampling
 from smoe.server.choice import ChoiceText
-from smoe.server.fields import Completing, GivenGrammar, RequestFields
+from smoe.server.fields import Completing, GivenGrammar, RequestFields, ResponseFormat
 from smoe.server.grammar import Grammar
 from smoe.server.output.output_format import At
 from smoe.server.output.output_reader import OutputReader, plain_text
@@ -135,11 +135,33 @@ def _grammar(serving: Serving, talk: Talk, must: Sequence[dict[str, Any]], own: 
             raise refused(message, "tool_choice", "unsupported_parameter")
         rules = serving.prompts.format.must_call(Rules(own), [tool["function"] for tool in must])
         return serving.grammars.of_lark(rules, "tools")
-    if talk.grammar is not None:
-        if talk.schema is not None:
-            raise refused(f"'grammar' and '{talk.schema_field}' exclude each other; leave one out", "grammar")
-        return serving.grammars.of_given(talk.grammar)
-    return None if talk.schema is None else serving.grammars.of_schema(talk.schema, talk.schema_field)
+    return grammar_of(serving, talk.grammar, talk.schema, talk.schema_field)
+
+
+def grammar_of(
+    serving: Serving, given: str | GivenGrammar | None, schema: dict[str, Any] | None, schema_field: str
+) -> Grammar | None:
+    """Return the grammar of a request that may have a grammar or a JSON schema; None if it has neither. Raises an
+    `ApiError` if it has both."""
+    if given is None:
+        return None if schema is None else serving.grammars.of_schema(schema, schema_field)
+    if schema is not None:
+        raise refused(f"'grammar' and '{schema_field}' exclude each other; leave one out", "grammar")
+    return serving.grammars.of_given(given)
+
+
+def schema_of(form: ResponseFormat | None) -> dict[str, Any] | None:
+    """Return the JSON schema that the response must follow; None for free text."""
+    if form is None or form.type == "text":
+        return None
+    given = form.schema_ if form.json_schema is None else form.json_schema.schema_
+    if form.type == "json_object":
+        return {"type": "object"} if given is None else given
+    if given is None:
+        raise refused(
+            "'response_format' of the type json_schema needs a 'json_schema' with a 'schema'", "response_format"
+        )
+    return given
 
 
 def _place(serving: Serving, talk: Talk, ids: Sequence[int]) -> At:
