@@ -134,11 +134,12 @@ class ContextError(SmoeError, ValueError):
     """The prompt and the requested tokens do not fit the context that the budget reserves."""
 
     @classmethod
-    def far_too_long(cls, context_tokens: int) -> ContextError:
-        """Return the error for a prompt that is so long that its tokens were not all counted."""
+    def far_too_long(cls, context_tokens: int, tokens: str) -> ContextError:
+        """Return the error for a prompt that is so long that its tokens were not all counted. `tokens`: their number in
+        words, such as `about 5000`."""
         return cls(
-            f"the prompt has many more than the {context_tokens} tokens that the context has room for; shorten it or "
-            "raise `context_tokens`",
+            f"the prompt has {tokens} tokens, and the context has room for {context_tokens}; shorten it or raise "
+            "`context_tokens`",
             setting="context_tokens",
             given=context_tokens,
             allowed="more for this prompt",

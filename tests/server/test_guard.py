@@ -21,8 +21,18 @@ def test_other_names_of_this_machine_are_refused(running: Running) -> None:
     for host in ("evil.example", "evil.example:8000", "192.168.1.5", "", "localhost.evil.example"):
         answer = running.http("GET", "/v1/models", Host=host)
         assert (answer.status, answer.error["code"]) == (403, "unknown_host"), host
+    for path in ("/health", "/healthz", "/ready"):
+        assert running.http("GET", path, Host="evil.example").status == 200, "a probe sends the name that it has"
     for host in ("localhost", "localhost:9", "127.0.0.1", "[::1]:8000", "LOCALHOST"):
         assert running.http("GET", "/v1/models", Host=host).status == 200, host
+
+
+def test_a_request_without_a_host_is_a_probe_or_is_refused_by_that_reason(running: Running) -> None:
+    host, port = running.url.removeprefix("http://").split(":")
+    for path, words in (("/health", b'"ok"'), ("/v1/models", b"the request has no Host header")):
+        with socket.create_connection((host, int(port)), timeout=30) as line:
+            line.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
+            assert words in b"".join(iter(lambda: line.recv(4096), b""))
 
 
 def test_pages_of_other_sites_are_refused(running: Running) -> None:
@@ -73,6 +83,7 @@ def test_a_key_is_asked_for(demo: Any, demo_tokenizer: Any) -> None:
             for path in ("/v1/models", "/metrics", "/nowhere"):
                 answer = running.http("GET", path, Authorization=given)
                 assert (answer.status, answer.error["code"]) == (401, "invalid_api_key"), given
+                assert answer.headers["WWW-Authenticate"] == "Bearer"
         for path in ("/health", "/healthz", "/ready"):
             assert running.http("GET", path).status == 200, path
         with pytest.raises(openai.AuthenticationError):
@@ -84,7 +95,10 @@ def test_bodies_have_a_bound(demo: Any, demo_tokenizer: Any) -> None:
         large = json.dumps({**BODY, "user": "x" * 3000}).encode()
         answer = running.http("POST", "/v1/chat/completions", large)
         assert (answer.status, answer.error["code"]) == (413, "request_too_large")
-        assert "2048 bytes" in answer.error["message"] and "'max_body'" in answer.error["message"]
+        assert (
+            "2048 bytes" in answer.error["message"]
+            and "smoe serve --max-body with a larger size" in answer.error["message"]
+        )
         host, port = running.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=30) as line:  # nobody says how long it will be
             line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")

@@ -127,7 +127,7 @@ def test_other_answers_are_what_is_described(running: Running) -> None:
 def test_the_bounds_that_are_described_are_those_that_hold(running: Running) -> None:
     schemas = json.loads(running.http("GET", "/openapi.json").text)["components"]["schemas"]
     fields = schemas["ChatAsked"]["properties"]
-    assert fields["model"]["enum"] == ["demo"] and "additionalProperties" not in schemas["ChatAsked"]
+    assert fields["model"]["enum"] == [None, "demo"] and "additionalProperties" not in schemas["ChatAsked"]
     assert fields["audio"]["enum"] == [None] and fields["modalities"]["enum"] == [None, ["text"]]
     for name in ("n", "temperature", "top_logprobs", "presence_penalty", "max_tokens", "seed"):
         allowed = next(each for each in fields[name]["anyOf"] if each["type"] != "null")

@@ -97,6 +97,16 @@ def test_what_cannot_be_done_is_refused(running: Running, fields: dict[str, Any]
     assert isinstance(refused.value.body, dict) and refused.value.body["param"] == param
 
 
+def test_a_part_of_a_wrong_type_has_the_code_of_any_wrong_type(running: Running) -> None:
+    for fields in (
+        {"given": [{"role": "user", "content": 5}]},
+        {"given": "x", "tools": [{"type": "function", "name": "f", "parameters": 5}]},
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            respond(running, fields.pop("given"), **fields)
+        assert refused.value.code == "invalid_type"
+
+
 def test_calls_and_their_outputs_are_messages() -> None:
     given = [
         {"role": "user", "content": "How warm is it?"},

@@ -57,6 +57,6 @@ def test_a_conversation_across_the_original_length(running: Running, toy: tuple[
 
 def test_what_is_beyond_the_context_is_refused(running: Running) -> None:
     room = running.serving.engine.context_tokens
-    with pytest.raises(openai.BadRequestError, match="longer context"):
+    with pytest.raises(openai.BadRequestError, match="smoe serve --context"):
         complete(running, TEXT[:10] * 20, 1)
     assert room > ORIGINAL + 8, "more than `max_position_embeddings`"

@@ -54,7 +54,7 @@ class ControlTokens:
             for _ in self._first.finditer(text):
                 found += 1
                 if found > context_tokens:
-                    raise ContextError.far_too_long(context_tokens)
+                    raise ContextError.far_too_long(context_tokens, f"more than {context_tokens}")
         if not found:
             return conversation, ""
         mark = self._unused(conversation)
@@ -70,7 +70,7 @@ class ControlTokens:
         `context_tokens` pieces: each has at least one token, and a template may repeat a text."""
         pieces = _cut(text, mark) if mark else [text]
         if len(pieces) > context_tokens:
-            raise ContextError.far_too_long(context_tokens)
+            raise ContextError.far_too_long(context_tokens, f"more than {context_tokens}")
         ids = list(self._tokenizer(pieces[0], add_special_tokens=False)["input_ids"])
         if len(pieces) > 1:
             for row in self._within_text(pieces[1:]):

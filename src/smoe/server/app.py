@@ -19,7 +19,7 @@ from smoe.server.chat import chat_completions
 from smoe.server.completion import completions
 from smoe.server.events import CLIENT_GONE, ClientGoneError, Json
 from smoe.server.field_errors import shortened
-from smoe.server.guard import BodyBudget, Guard
+from smoe.server.guard import PROBES, BodyBudget, Guard
 from smoe.server.local_routes import add_local_paths
 from smoe.server.messages import count_tokens, messages
 from smoe.server.openapi import METRICS_TYPE, document
@@ -42,7 +42,7 @@ def make_app(serving: Serving, warn: Callable[[str], None], bodies: BodyBudget |
     _add_api(app, serving)
     add_local_paths(app, serving)
     _add_state(app, serving)
-    open_paths = frozenset({"/health", "/healthz", "/ready"} | add_page(app, _watching(serving)))
+    open_paths = PROBES | add_page(app, _watching(serving))
 
     def counted(path: str, status: int) -> None:
         serving.meters.answers.labels(_template_of(app.routes, path), status).inc()
@@ -113,7 +113,7 @@ def _add_state(app: FastAPI, serving: Serving) -> None:
 
 
 def _watching(serving: Serving) -> Watching:
-    """Return the object that provides the events of the page `/watch`."""
+    """Return the object that provides the events of the page at `/`."""
     talks = "chat" if serving.prompts.has_template else "text"
     about = {"name": serving.name, "talks": talks, "context": serving.engine.context_tokens}
 

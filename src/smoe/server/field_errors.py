@@ -57,11 +57,11 @@ def refusal_of(kind: type[BaseModel], error: ValidationError, body: Any) -> ApiE
     if found == "union_tag_invalid":
         roles = _roles(place.schema)
         role = place.given.get("role") if isinstance(place.given, dict) else None
-        return refused(
-            f"'{place.name}.role' is {shown(role)}; it must be {roles}", f"{place.name}.role", "invalid_value"
-        )
+        code = "invalid_value" if isinstance(role, str) else "invalid_type"
+        return refused(f"'{place.name}.role' is {shown(role)}; it must be {roles}", f"{place.name}.role", code)
     allowed = words_of(place.schema, kind)
-    return refused(f"'{place.shown}' is {shown(place.given)}; it must be {allowed}", place.name, _code(first))
+    code = _code(first) if _is_of_type(place.given, place.schema, kind) else "invalid_type"
+    return refused(f"'{place.shown}' is {shown(place.given)}; it must be {allowed}", place.name, code)
 
 
 def shown(value: Any) -> str:
@@ -157,7 +157,26 @@ def _code(error: Any) -> str:
         return "object_above_max_properties"
     if found.endswith("_type"):
         return "invalid_type"
+    if found == "none_required":
+        return "unsupported_parameter"
     return _LENGTHS.get(found, "invalid_value")
+
+
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "string": str, "integer": int, "number": (int, float), "array": list, "object": dict, "boolean": bool
+}  # fmt: skip
+
+
+def _is_of_type(given: Any, schema: dict[str, Any], kind: type[BaseModel]) -> bool:
+    """Return whether a value has one of the JSON types that a schema allows."""
+    schema = _resolved(schema, kind)
+    if choices := _choices(schema):
+        return any(_is_of_type(given, each, kind) for each in choices)
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if values:
+        return any(type(given) is type(value) for value in values)
+    allowed = _TYPES.get(schema.get("type", ""))
+    return allowed is None or (isinstance(given, allowed) and (isinstance(given, bool) == (allowed is bool)))
 
 
 def _place(kind: type[BaseModel], loc: Sequence[str | int], body: Any) -> _Place:

@@ -63,7 +63,9 @@ class Grammars:
 
         kind, value = (None, given) if isinstance(given, str) else (given.type, given.value)
         if (kind == "json") != isinstance(value, dict):
-            raise refused(f"'{param}.value' must be a JSON schema with the type json, else a string", param)
+            raise refused(
+                f"'{param}.value' must be a JSON schema with the type json, else a string", param, "invalid_type"
+            )
         if isinstance(value, dict):
             return self.of_schema(value, param)
         if len(value) > _LONGEST_SCHEMA:

@@ -33,6 +33,8 @@ _log = logging.getLogger(__name__)
 _MOST_WARNINGS = 20
 _LONGEST_ORIGIN = 200
 _IN_SCOPE = "smoe.body"
+PROBES = frozenset({"/health", "/healthz", "/ready"})
+"""The paths of health checks. They need neither a key nor a `Host` header, which simple probes do not send."""
 
 Counted = Callable[[str, int], None]
 """A function that is called with the path and the status of every response when the response has ended."""
@@ -75,7 +77,10 @@ class BodyBudget:
 
     def _check(self, nbytes: int) -> None:
         if self.held_bytes + nbytes > self._most_bytes:
-            raise busy("the requests being read fill the memory reserved for them; try again later")
+            raise busy(
+                f"other requests' bodies fill the {self._most_bytes} bytes reserved for bodies; try again later, or "
+                "start the server by smoe serve --max-bodies with a larger size"
+            )
 
 
 class BodyBytes:
@@ -150,7 +155,7 @@ class Guard:
     async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, headers = scope["path"], Headers(scope=scope)
         try:
-            self._check_host(headers)
+            self._check_host(path, headers)
             self._check_origin(headers)
             self._check_key(path, headers)
             _check_path(path)
@@ -172,15 +177,15 @@ class Guard:
             return
         await self._app(scope, whole, send)
 
-    def _check_host(self, headers: Headers) -> None:
+    def _check_host(self, path: str, headers: Headers) -> None:
+        if path in PROBES or not self._config.is_local:
+            return
         host = _name_of(headers.get("host", ""))
-        if self._config.is_local and not (host and is_loopback(host)):
-            raise ApiError(
-                403,
-                f"this server accepts the host name localhost only, not {host[:100]!r}",
-                type="permission_error",
-                code="unknown_host",
-            )
+        if host and is_loopback(host):
+            return
+        given = f"the request names the host {host[:100]!r}" if host else "the request has no Host header"
+        message = f"{given}; this server accepts names of this machine only: send 'Host: localhost'"
+        raise ApiError(403, message, type="permission_error", code="unknown_host")
 
     def _check_origin(self, headers: Headers) -> None:
         origin = headers.get("origin")
@@ -188,8 +193,8 @@ class Guard:
             return
         if _place_of(origin) != headers.get("host", ""):
             message = (
-                f"web pages of {origin[:100]!r} are not allowed to use this server; it must be started with that "
-                "origin allowed"
+                f"web pages of {origin[:100]!r} are not allowed to use this server; start the server by smoe serve "
+                "--allow-origin with that origin"
             )
             self._warn_of(origin)
             raise ApiError(403, message, type="permission_error", code="unknown_origin")
@@ -229,7 +234,10 @@ class Guard:
         try:
             first = await asyncio.wait_for(self._body(held, receive), seconds)
         except asyncio.TimeoutError:
-            message = f"the request's body was not received within {seconds:g} seconds"
+            message = (
+                f"the request's body was not received within {seconds:g} seconds; send it faster, or start the server "
+                "by smoe serve --body-timeout with a longer time"
+            )
             raise ApiError(408, message, code="request_timeout") from None
         pending = [first]
 
@@ -255,7 +263,7 @@ class Guard:
     def _too_large(self) -> ApiError:
         message = (
             f"the request's body is larger than {self._config.max_body_bytes} bytes, the largest size allowed; send "
-            "less, or start the server with a larger 'max_body'"
+            "less, or start the server by smoe serve --max-body with a larger size"
         )
         return ApiError(413, message, code="request_too_large")
 

@@ -251,6 +251,8 @@ def _described(operation: Operation, needs_key: bool) -> dict[str, Any]:
 
 def _refusal(status: int) -> dict[str, Any]:
     found: dict[str, Any] = {"description": _REFUSALS[status], "content": _content({_JSON: answers.Refusal})}
+    if status == 401:
+        found["headers"] = {"WWW-Authenticate": {"description": "`Bearer`.", "schema": {"type": "string"}}}
     if status in (429, 503):
         found["headers"] = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer"}}}
     return found
@@ -280,5 +282,6 @@ def _schemas(model: str) -> dict[str, Any]:
     schemas: dict[str, Any] = found["$defs"]
     for each in OPERATIONS:
         if each.asked is not None and not each.asked.takes_any_model and "model" in each.asked.model_fields:
-            schemas[each.asked.__name__]["properties"]["model"] |= {"enum": [model + tag for tag in each.asked.tags]}
+            names = [model + tag for tag in each.asked.tags]
+            schemas[each.asked.__name__]["properties"]["model"] |= {"enum": [None, *names]}
     return schemas

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from smoe.config import SETTINGS
 from smoe.errors import (
     CheckpointError,
     ConfigError,
@@ -77,7 +78,9 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_after_seconds is None else {"Retry-After": str(self.retry_after_seconds)}
+        """The headers of the response that depend on the error."""
+        found = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+        return found if self.retry_after_seconds is None else found | {"Retry-After": str(self.retry_after_seconds)}
 
 
 def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -132,15 +135,23 @@ def problem_of(error: Exception, fields: Mapping[str, str], is_whole_context: bo
 
 
 def in_fields(message: str, fields: Mapping[str, str]) -> str:
-    """Return an error message of the library in which names of settings are replaced by the request's field names."""
-    return _SETTING.sub(lambda found: f"'{fields.get(found[1], found[1])}'", message)
+    """Return an error message of the library in which names of settings are replaced by the request's field names, or
+    by the server's options."""
+    return _SETTING.sub(lambda found: _named(found[1], fields), message)
+
+
+def _named(setting: str, fields: Mapping[str, str]) -> str:
+    if setting in fields:
+        return f"'{fields[setting]}'"
+    option = SETTINGS[setting].option if setting in SETTINGS else ""
+    return f"smoe serve {option}" if option else f"'{setting}'"
 
 
 def _about_context(error: ContextError, is_whole: bool) -> str:
     """Return the message about a too long prompt, with the phrase by which clients recognise it."""
-    given = re.search(r"has (\d+) tokens", str(error))
-    tokens = f", and the prompt has {given[1] if given else 'many more'}"
-    more = "" if is_whole else ", or start the server with a longer context"
+    given = re.search(r"has ((?:about |more than )?\d+) tokens", str(error))
+    tokens = f", and the prompt has {given[1]}" if given else ""
+    more = "" if is_whole else ", or start the server by smoe serve --context with a larger number"
     return f"this model's maximum context length is {error.given} tokens here{tokens}; shorten the prompt{more}"
 
 

@@ -141,8 +141,9 @@ class Prompts:
         beginning, most = text[: _CHARACTERS * self._context_tokens], self._context_tokens
         if len(beginning) == len(text):
             return
-        if len(self._tokenizer(beginning, add_special_tokens=False)["input_ids"]) > most + _MARGIN:
-            raise ContextError.far_too_long(most)
+        counted = len(self._tokenizer(beginning, add_special_tokens=False)["input_ids"])
+        if counted > most + _MARGIN:
+            raise ContextError.far_too_long(most, f"about {counted * len(text) // len(beginning)}")
 
     def _shows_tools(self) -> bool:
         """Return whether the template writes the given tools."""
@@ -155,8 +156,7 @@ class Prompts:
     def _turn(self, message: dict[str, Any], param: str) -> dict[str, Any]:
         """Return a message in the form that chat templates expect: its text as one string, the arguments of tool calls
         as values."""
-        role = "tool" if message["role"] == "function" else message["role"]
-        turn = {"role": role, "content": text_of(message.get("content"), param)}
+        turn = {"role": message["role"], "content": text_of(message.get("content"), param)}
         for name in ("name", "reasoning_content", "tool_call_id"):
             if message.get(name) is not None:
                 turn[name] = message[name]

@@ -64,7 +64,7 @@ def _message(item: dict[str, Any]) -> dict[str, Any]:
 
 def _parts(content: Any) -> list[dict[str, Any]]:
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        raise refused("the content of an item of 'input' must be text or a list of parts", "input")
+        raise refused("the content of an item of 'input' must be text or a list of parts", "input", "invalid_type")
     return content
 
 
@@ -82,7 +82,7 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
         raise refused("'tools' may contain only functions with a 'name'; this server has no built-in tools", "tools")
     if not isinstance(tool.get("parameters") or {}, dict):
-        raise refused("the 'parameters' of a tool must be a JSON schema", "tools")
+        raise refused("the 'parameters' of a tool must be a JSON schema", "tools", "invalid_type")
     wanted: Iterable[str] = ("name", "description", "parameters")
     return {"type": "function", "function": {name: tool[name] for name in wanted if tool.get(name) is not None}}
 
