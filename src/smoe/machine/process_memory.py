@@ -22,17 +22,18 @@ import psutil
 from smoe.machine.native_heap import give_back_heap
 
 _STATUS = Path("/proc/self/status")
-LIBRARIES_BYTES = 440 * 2**20
-"""The bytes of interpreter and libraries after they have been imported: torch 2.13 (CPU) and transformers 5.23 on
-Linux."""
+LIBRARIES_BYTES = 410 * 2**20
+"""The bytes of interpreter and libraries after they have been imported; 370 to 421 MiB were measured, with torch 2.13
+(CPU) and transformers 5.23 on Linux."""
 TOKENIZER_BYTES = 350
 """The bytes of a tokenizer for each token of the vocabulary: 50 MiB were measured for 152,000 tokens with as many
 merges."""
 LIBRARY_CODE_BYTES = 128 * 2**20
 """The most bytes of program pages that loading a model and computing add: 79 MiB with torch 2.13 (CPU), and 110 MiB in
 a new environment, where the system maps larger ranges."""
-OWN_KERNELS_CODE_BYTES = 40 * 2**20
-"""The bound in place of `LIBRARY_CODE_BYTES` if smoe's own kernels compute all large products; 27 MiB were measured."""
+OWN_KERNELS_CODE_BYTES = 32 * 2**20
+"""The bound in place of `LIBRARY_CODE_BYTES` if smoe's own kernels compute all large products; 27 and 28 MiB were
+measured."""
 LIBRARY_SCRATCH_BYTES = 64 * 2**20
 """The most bytes of the library's cached kernels, scratch memory and free heap; 33 to 53 MiB were measured."""
 
