@@ -25,4 +25,7 @@ DIRECT_IO = ("auto", "on", "off")
 KERNELS = ("auto", "native", "own-order", "torch")
 PRECISION = ("auto", "int8", "int4", "int3", "int2")
 LOW_PRECISION = ("none", *PRECISION[1:])
-AUTO, INT8, BF16 = ACTIVATIONS = ("auto", "int8", "bf16")
+AUTO, INT8, AS_DTYPE = ACTIVATIONS = ("auto", "int8", "dtype")
+"""Values of the setting `activations`."""
+BF16 = "bf16"
+"""The type of activation rows that are not rounded, in names of kernels; see `INT8`."""

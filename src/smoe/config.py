@@ -184,9 +184,9 @@ class EngineConfig:
         "model's own type). Default: int8 if its kernels pass a self-test and are faster, else dtype.",
         option="--activations",
     )
-    """The precision of activations that are multiplied with quantized weights on a CPU. bf16 (or dtype): not rounded.
+    """The precision of activations that are multiplied with quantized weights on a CPU. dtype: not rounded.
     int8: rounded to 8 bits, with a scale for every 16 to 128 values. auto: int8 if kernels for it have passed a
-    self-test here, else bf16."""
+    self-test here, else dtype."""
     dense_precision: str = setting(
         "as-stored",
         OneOf("as-stored", "dtype"),

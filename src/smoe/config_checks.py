@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from smoe.bounds import BF16, DEFAULT_DRAFT, EMULATED, INT8, PRECISION
+from smoe.bounds import AS_DTYPE, DEFAULT_DRAFT, EMULATED, INT8, PRECISION
 from smoe.errors import ConfigError, UnpreparedError
 from smoe.policy.registry import DRAFT, ONLINE_EVICTION, eviction_kind
 from smoe.units import format_bytes
@@ -168,5 +168,5 @@ def _check_activations(config: EngineConfig) -> None:
                 f"combined with {other}: leave out one of the two",
                 setting="activations",
                 given=config.activations,
-                allowed=f"{BF16} with {other}",
+                allowed=f"{AS_DTYPE} with {other}",
             )

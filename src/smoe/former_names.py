@@ -16,6 +16,7 @@ _SETTINGS = {
     "shadow_spares": "draft_extra",
 }
 _VALUES = {
+    ("activations", "bf16"): "dtype",
     ("prefetch", "shadow"): "draft-model",
     ("draft_on", "main"): "coordinator",
     ("prefetch_asked", "beside"): "concurrent",

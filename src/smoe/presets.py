@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from smoe.bounds import BF16
 from smoe.config import DEFAULT_ALPHA, SETTINGS, EngineConfig, belongs_to
 from smoe.cpu_isa import max_cpu_isa
 from smoe.errors import ConfigError
@@ -109,8 +108,6 @@ def configure(preset: str = "exact", **switches: Any) -> EngineConfig:
     for name in sorted(switches.keys() - SETTINGS):
         raise unknown_setting(name, switches[name])
     given = {name: value for name, value in switches.items() if value is not None}
-    if given.get("activations") == "dtype":
-        given["activations"] = BF16
     thresholds = [name for name in ("low_threshold", "skip_threshold") if name in given]
     if "precision_shares" in given and thresholds:
         raise ConfigError(

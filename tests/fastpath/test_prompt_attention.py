@@ -192,7 +192,7 @@ def test_quantised_models_have_it(
     quantised: tuple[Path, PreTrainedModel], open_model: Open, counting: type[Counting]
 ) -> None:
     path, theirs = quantised
-    model = open_model(path, "full", kernels="auto", activations="bf16")
+    model = open_model(path, "full", kernels="auto", activations="dtype")
     assert having(model) == model.config.num_hidden_layers
     assert_near(steps(model, oracle.PROMPT), steps(theirs, oracle.PROMPT), 0.08, others=2)
     assert counting.calls == model.config.num_hidden_layers

@@ -83,7 +83,7 @@ def test_logits_are_near_those_of_the_dequantised_model(mixture: str, tmp_path: 
     alike = ~rerouted(ours, probabilities)
     assert alike.sum() >= alike.numel() * 3 / 4
     assert_near([torch.cat(full, 1)[:, alike]], [torch.cat(wanted, 1)[:, alike]], 0.08)
-    as_they_are = steps(open_model(path, "full", activations=BF16), oracle.PROMPT)
+    as_they_are = steps(open_model(path, "full", activations="dtype"), oracle.PROMPT)
     assert not all(map(torch.equal, full, as_they_are)), "nothing was rounded"
 
 
@@ -92,7 +92,7 @@ def test_it_is_the_default_for_quantised_weights(tmp_path: Path, open_model: Ope
     path, _ = gguf_toy.quantised(tmp_path / "toy.gguf", "Q4_K_M")
     asked, default, same = (
         steps(open_model(path, "half", **switches), oracle.PROMPT)
-        for switches in ({"activations": INT8}, {}, {"activations": "bf16"})
+        for switches in ({"activations": INT8}, {}, {"activations": "dtype"})
     )
     assert all(map(torch.equal, asked, default))
     assert not all(map(torch.equal, asked, same))
@@ -100,15 +100,15 @@ def test_it_is_the_default_for_quantised_weights(tmp_path: Path, open_model: Ope
 
 @pytest.mark.parametrize(
     ("switches", "wanted"),
-    [({}, INT8), ({"device": "emulated"}, BF16), ({"kernels": "torch"}, BF16), ({"activations": "bf16"}, BF16)],
+    [({}, INT8), ({"device": "emulated"}, BF16), ({"kernels": "torch"}, BF16), ({"activations": "dtype"}, BF16)],
 )
 @needs_kernels
 def test_what_is_chosen_where_nothing_is_asked_for(switches: dict[str, str], wanted: str) -> None:
     assert activations_of(configure(**switches), torch.bfloat16, torch.device("cpu")) == wanted
 
 
-def test_the_type_of_the_model_is_its_other_name() -> None:
-    assert configure(activations="dtype").activations == BF16
+def test_the_former_name_of_the_model_s_own_type_works() -> None:
+    assert configure(activations="bf16").activations == configure(activations="dtype").activations == "dtype"
 
 
 @needs_kernels
@@ -134,7 +134,7 @@ def test_several_sequences_and_packed_experts(toy: Callable[..., Path], tmp_path
     ids = torch.cat([oracle.PROMPT, oracle.PROMPT.flip(1)])
     rounded, as_they_are = (
         steps(open_model(folder, "half", precision="int4", max_sequences=2, **switches), ids)
-        for switches in ({"activations": INT8}, {"activations": BF16})
+        for switches in ({"activations": INT8}, {"activations": "dtype"})
     )
     assert_near(rounded, as_they_are, 0.08, others=4)
     assert not all(map(torch.equal, rounded, as_they_are))

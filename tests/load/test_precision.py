@@ -78,7 +78,7 @@ def test_logits_are_those_of_the_dequantised_model(
 def test_in_16_bits(family: str, kernels: str, toy: Callable[..., Path], open_model: Open, tmp_path: Path) -> None:
     folder = packed_toy(toy, family, "int4", tmp_path / "model", torch.bfloat16)
     theirs = dequantised(folder, "int4", oracle.reference(folder))
-    ours = open_model(folder, "half", precision="int4", kernels=kernels, activations="bf16")
+    ours = open_model(folder, "half", precision="int4", kernels=kernels, activations="dtype")
     assert_near(steps(ours, oracle.PROMPT), steps(theirs, oracle.PROMPT), 0.04, others=2)
 
 
@@ -91,7 +91,7 @@ def test_biases_in_either_type(
     folder = packed_toy(toy, "gpt_oss", "int8", tmp_path / "model", stored)
     theirs = dequantised(folder, "int8", oracle.reference(folder, computed))
     dtype = str(computed).removeprefix("torch.")
-    ours = open_model(folder, "half", precision="int8", dtype=dtype, activations="bf16")
+    ours = open_model(folder, "half", precision="int8", dtype=dtype, activations="dtype")
     store = ours.offload.store
     assert not store.is_staged
     assert bool(store.placement(min(store.layers), 0).pieces) is (stored is not computed)
@@ -114,7 +114,7 @@ def test_a_lower_copy_of_a_gguf_file(
     path, theirs = gguf_toy.quantised(tmp_path / "toy.gguf", mixture, family)
     assert pack_folder(path, precision=precision) == tmp_path / f"toy.gguf.experts.{precision}.smoe"
     dequantised(path, precision, theirs, most)
-    ours = open_model(path, "half", precision=precision, activations="bf16")
+    ours = open_model(path, "half", precision=precision, activations="dtype")
     assert_near(steps(ours, oracle.PROMPT), steps(theirs, oracle.PROMPT), 0.04, others=2)
 
 
@@ -123,7 +123,7 @@ def test_a_lower_copy_of_experts_in_mxfp4(precision: str, open_model: Open, tmp_
     theirs = mxfp4_toy.save(tmp_path / "model")
     pack_folder(tmp_path / "model", precision=precision)
     dequantised(tmp_path / "model", precision, theirs)
-    ours = open_model(tmp_path / "model", "half", precision=precision, activations="bf16")
+    ours = open_model(tmp_path / "model", "half", precision=precision, activations="dtype")
     assert_near(steps(ours, oracle.PROMPT), steps(theirs, oracle.PROMPT), 0.04, others=2)
 
 

@@ -35,7 +35,7 @@ def test_logits_are_those_of_the_dequantised_model(family: str, tmp_path: Path, 
     one for which a router chose another expert differ, too.)"""
     path, theirs = gguf_toy.quantised(tmp_path / "toy.gguf", "MXFP4", family)
     full, minimum = (
-        steps(open_model(path, budget, activations="bf16"), oracle.PROMPT) for budget in ("full", "minimum")
+        steps(open_model(path, budget, activations="dtype"), oracle.PROMPT) for budget in ("full", "minimum")
     )
     assert all(map(torch.equal, full, minimum)), "a result that hangs on the budget"
     assert_near(full, steps(theirs, oracle.PROMPT), 0.04, others=4)

@@ -53,10 +53,10 @@ def test_logits_are_those_of_the_dequantised_model(
 ) -> None:
     path, theirs = gguf_toy.quantised(tmp_path / "toy.gguf", mixture)
     wanted = steps(theirs, oracle.PROMPT)
-    minimum = steps(open_model(path, "minimum", kernels=kernels, activations="bf16"), oracle.PROMPT)
+    minimum = steps(open_model(path, "minimum", kernels=kernels, activations="dtype"), oracle.PROMPT)
     assert_near(minimum, wanted, 0.04, others=2)
     if kernels == "auto":  # with torch's: test_experts_may_be_quantised_in_part
-        full = steps(open_model(path, "full", activations="bf16"), oracle.PROMPT)
+        full = steps(open_model(path, "full", activations="dtype"), oracle.PROMPT)
         assert all(map(torch.equal, full, minimum)), "a result that hangs on the budget"
 
 
@@ -70,7 +70,7 @@ def test_in_32_bits_they_are_equal_but_for_the_last_ones(mixture: str, tmp_path:
 def test_shared_experts_and_several_sequences(tmp_path: Path, open_model: Open) -> None:
     path, theirs = gguf_toy.quantised(tmp_path / "toy.gguf", "Q4_K_M", "qwen2_moe")
     ids = torch.cat([oracle.PROMPT, oracle.PROMPT.flip(1)])
-    ours = steps(open_model(path, "half", max_sequences=2, activations="bf16"), ids)
+    ours = steps(open_model(path, "half", max_sequences=2, activations="dtype"), ids)
     assert_near(ours, steps(theirs, ids), 0.04, others=4)
 
 
@@ -217,7 +217,7 @@ def test_experts_may_be_quantised_in_part(kernels: str, tmp_path: Path, open_mod
     """Within an expert, and between layers; the others keep their own types."""
     path, theirs = in_part(tmp_path)
     wanted = steps(theirs, oracle.PROMPT)
-    for activations in ("auto", "bf16"):
+    for activations in ("auto", "dtype"):
         full, minimum = (
             steps(open_model(path, budget, kernels=kernels, activations=activations), oracle.PROMPT)
             for budget in ("full", "minimum")

@@ -92,7 +92,7 @@ def test_the_toys_codes_are_read_by_transformers_as_they_are_meant() -> None:
 def test_logits_are_those_of_the_dequantised_model(shards: int, kernels: str, tmp_path: Path, open_model: Open) -> None:
     wanted = steps(mxfp4_toy.save(tmp_path, shards=shards), oracle.PROMPT)
     full, minimum = (
-        steps(open_model(tmp_path, budget, kernels=kernels, activations="bf16"), oracle.PROMPT)
+        steps(open_model(tmp_path, budget, kernels=kernels, activations="dtype"), oracle.PROMPT)
         for budget in ("full", "minimum")
     )
     assert all(map(torch.equal, full, minimum)), "a result that hangs on the budget"
@@ -120,7 +120,7 @@ def test_several_sequences(tmp_path: Path, open_model: Open) -> None:
     theirs = mxfp4_toy.save(tmp_path)
     ids = torch.cat([oracle.PROMPT, oracle.PROMPT.flip(1), oracle.PROMPT.roll(3, 1)])
     ours = [
-        steps(open_model(tmp_path, budget, max_sequences=3, activations="bf16"), ids) for budget in ("full", "minimum")
+        steps(open_model(tmp_path, budget, max_sequences=3, activations="dtype"), ids) for budget in ("full", "minimum")
     ]
     assert all(map(torch.equal, *ours))
     assert_near(ours[0], steps(theirs, ids), 0.04, others=4)

@@ -44,12 +44,12 @@ FIRST = "model.layers.0.mlp.experts.0.gate_proj"
 @served
 def test_logits_are_those_of_the_dequantised_model(name: str, tmp_path: Path, open_model: Open) -> None:
     wanted = steps(released_toy.save(tmp_path, SCHEMES[name]), oracle.PROMPT)
-    model = open_model(tmp_path, "minimum", activations="bf16")
+    model = open_model(tmp_path, "minimum", activations="dtype")
     minimum = steps(model, oracle.PROMPT)
     assert_near(minimum, wanted, 0.04)
     assert sum(isinstance(module, QuantisedLinear) for module in model.modules()) == 4 * 4
     if name in OF_EACH_KIND:
-        full = steps(open_model(tmp_path, "full", activations="bf16"), oracle.PROMPT)
+        full = steps(open_model(tmp_path, "full", activations="dtype"), oracle.PROMPT)
         assert all(map(torch.equal, full, minimum)), "a result that hangs on the budget"
 
 

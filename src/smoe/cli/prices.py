@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from smoe.bounds import AUTO, BF16
+from smoe.bounds import AS_DTYPE, AUTO
 from smoe.cli.console import errors, note, progress, warn
 from smoe.cli.options import EngineOptions, substituting
 from smoe.cli.session import loaded
@@ -163,9 +163,9 @@ def _in_turn(config: EngineConfig, thresholds: list[float]) -> list[tuple[Engine
     """Return (configuration, alpha) of each measurement, in order. The exact model, with which all others are compared,
     comes first. Then one lossy setting after the other is added, so that the table shows the effect of each."""
     if config.activations == AUTO:  # what choices cost is measured without rounding that was not asked for
-        config = replace(config, activations=BF16)
+        config = replace(config, activations=AS_DTYPE)
     whole = replace(without_low_copies(config), max_perplexity_increase=None, tpot_seconds=None)
-    plain = replace(whole, activations=BF16)
+    plain = replace(whole, activations=AS_DTYPE)
     steps = list(dict.fromkeys([replace(plain, precision=EXACT.precision), plain, whole, config]))
     return [*((step, [0.0]) for step in steps[:-1]), (steps[-1], thresholds)]
 

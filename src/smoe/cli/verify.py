@@ -82,7 +82,7 @@ def _verify(model: str, engine: EngineOptions, tokens: int, seed: int, is_quiet:
 
     import torch
 
-    from smoe.bounds import BF16, INT8
+    from smoe.bounds import AS_DTYPE, INT8
     from smoe.cli.console import progress
     from smoe.cli.session import loaded
     from smoe.report.verify import EXPERTS, LOW_COPIES, PASSES, Report, reference_of, verify, verify_low_copies
@@ -102,9 +102,9 @@ def _verify(model: str, engine: EngineOptions, tokens: int, seed: int, is_quiet:
             "checks the lossless model: leave out `activations`; smoe eval measures its quality cost",
             setting="activations",
             given=config.activations,
-            allowed=f"{BF16} for smoe verify",
+            allowed=f"{AS_DTYPE} for smoe verify",
         )
-    config = replace(config, activations=BF16, **_SERVING_ALL)
+    config = replace(config, activations=AS_DTYPE, **_SERVING_ALL)
     reference = reference_of(model, config, engine.revision, tokens)
     for precision in {config.precision, config.low_precision} - {"auto", "none"}:
         _check_pack(model, precision, engine.revision, reference)

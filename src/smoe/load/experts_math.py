@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from smoe.bounds import AUTO, BF16, EMULATED, INT8
+from smoe.bounds import AS_DTYPE, AUTO, BF16, EMULATED, INT8
 from smoe.compute.expert_math import ExpertMath
 from smoe.compute.experts import Experts
 from smoe.compute.quantised_math import QuantisedMath, UnpackedTile
@@ -56,7 +56,7 @@ def activations_of(config: EngineConfig, dtype: torch.dtype, device: torch.devic
 def on_workers(config: EngineConfig) -> str:
     """Return the type of activations (`BF16` or `INT8`) for machines that compute one model together. It depends only
     on the setting and not on the machine, because all machines must compute the same bits."""
-    return BF16 if config.activations == AUTO else config.activations
+    return INT8 if config.activations == INT8 else BF16
 
 
 def check_activations(
@@ -91,5 +91,5 @@ def check_activations(
         f"`activations={config.activations}`: {why}; or leave out `activations`",
         setting="activations",
         given=config.activations,
-        allowed=f"{BF16} here",
+        allowed=f"{AS_DTYPE} here",
     )
