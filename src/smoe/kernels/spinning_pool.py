@@ -184,8 +184,8 @@ class SpinningPool:
         helper that spins occupies the core to which the system would move this thread when another program takes this
         thread's core. If other programs compute, the last helper sleeps except for prompts: whenever such a program
         took its core, all other threads would wait for its unit, several milliseconds in a job of some 50 us."""
-        is_busy = self._competition.is_there()
-        sleeps = is_busy and not has_readers and not is_prompt
+        is_busy = not has_readers and self._competition.is_there()
+        sleeps = is_busy and not is_prompt
         self._woken = self.threads - 1 - sleeps
         ticks = _ticks(_SPIN_CYCLES if has_readers or is_busy else _SPIN_CYCLES_ALONE)
         for helper in range(self.threads - 1):
