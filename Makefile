@@ -64,8 +64,8 @@ test: env
 test-all: env
 	$(BIN)/python -m pytest $(JOBS) $(CODE)
 
-# Tests of what is not installed for development. They need qemu-aarch64 and a Chromium (Debian: qemu-user, chromium), for
-# vocabularies and chat templates parts of llama.cpp's sources, which are fetched unless SMOE_LLAMA_CPP names a folder with
+# Tests of what is not installed for development. They need qemu-aarch64, a Chromium and systemd (Debian: qemu-user, chromium,
+# systemd), for vocabularies and chat templates parts of llama.cpp's sources, which are fetched unless SMOE_LLAMA_CPP names a folder with
 # them; a test that is skipped for want of them fails.
 SMOE_LLAMA_CPP ?= build/llama.cpp
 test-optional:
@@ -76,10 +76,10 @@ test-optional:
 	$(PYTHON) -m venv $(VENV)-aider
 	$(VENV)-aider/bin/python -m pip install --quiet --no-compile aider-chat
 	SMOE_LLAMA_CPP=$(SMOE_LLAMA_CPP) SMOE_AIDER=$(abspath $(VENV)-aider/bin/aider) $(VENV)-optional/bin/python -m pytest --none-needs emulated --none-needs Chromium \
-	    --none-needs Ray --none-needs llama.cpp --none-needs Anthropic --none-needs aider tests/kernels/test_on_aarch64.py tests/server/test_page.py \
+	    --none-needs Ray --none-needs llama.cpp --none-needs Anthropic --none-needs aider --none-needs systemd tests/kernels/test_on_aarch64.py tests/server/test_page.py \
 	    tests/cluster/test_on_ray.py tests/eval/test_questions.py tests/conversation/test_published_templates.py \
 	    tests/models/test_gguf_tokenizer.py tests/server/test_published_outputs.py tests/server/test_messages.py \
-	    tests/server/test_ollama.py tests/server/test_unknown_fields.py tests/cli/test_launch.py
+	    tests/server/test_ollama.py tests/server/test_unknown_fields.py tests/cli/test_launch.py tests/docs/test_unit_file.py
 
 # Tests of artifacts of published models, by pip and npm; a test that is skipped for want of them fails.
 SMOE_REAL ?= build/real

@@ -56,6 +56,7 @@ GROUPS = (
     Group("Ray or lm_eval", "could not import '(ray|lm_eval)'", OPTIONAL),
     Group("Anthropic's or Ollama's client", "could not import '(anthropic|ollama)'", OPTIONAL),
     Group("aider", "SMOE_AIDER names no", OPTIONAL),
+    Group("systemd", "systemd is not installed", OPTIONAL),
     Group("the sources of llama.cpp", "SMOE_LLAMA_CPP names no", OPTIONAL),
     Group("artifacts of package registries", "SMOE_REAL names no|no package registry provides", REAL),
     Group(

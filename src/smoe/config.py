@@ -209,8 +209,8 @@ class EngineConfig:
     cache_weights: tuple[float, ...] | None = setting(
         None,
         NumberTuple("four numbers of at least 0 whose sum is 1, for lru, lfu, lhu and fld", are_cache_weights),
-        "With --eviction multidimensional: the weights of an expert's last use, its uses, its uses in high precision, "
-        "and the distance of its layer (docs/evictions.md), such as 0.4,0.3,0.2,0.1.",
+        "With --eviction multidimensional: the weights of an expert's last use, uses, uses in high precision and layer "
+        "distance, such as 0.4,0.3,0.2,0.1.",
         left_out="as smoe tune --cache found for the model, else the usual weights",
         owner="eviction",
     )
