@@ -13,7 +13,7 @@ from bench.mechanisms.plot import draw
 from bench.mechanisms.table import print_table
 from smoe.bounds import EMULATED
 from smoe.cli.console import gives_json, is_quiet, print_json, progress, warn
-from smoe.cli.interrupts import exit_code
+from smoe.cli.interrupts import exit_code, print_interrupted
 from smoe.cli.options import EngineOptions
 from smoe.errors import ConfigError
 from smoe.eval.texts import read_documents
@@ -63,7 +63,7 @@ def ablate_model(
         print_json(asked | as_json(lines, config, batch))
     done, wanted = sum(len(line.turns) for line in lines), rounds * len(steps)
     if done < wanted:
-        warn(f"interrupted: {done} of {wanted} rounds were measured")
+        print_interrupted(f"{done} of {wanted} rounds were measured")
         raise typer.Exit(exit_code())
 
 

@@ -27,7 +27,7 @@ def simulate(paper: str, *, is_fresh: bool, as_json: bool) -> None:
     if known:
         note(f"{known} of {count} settings were simulated before; --fresh simulates them again")
     how = "the same command, without --fresh, continues" if is_fresh else "the same command continues"
-    words = f"interrupted; {how} from the settings that are done" if ResultDestination().can_keep else "interrupted"
+    words = f"{how} from the settings that are done" if ResultDestination().can_keep else ""
     try:
         with progress("simulate", "settings") as bars:
             task = bars.add_task(paper, total=count, amount="", skipped=known)

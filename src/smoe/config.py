@@ -122,7 +122,8 @@ class EngineConfig:
     max_sequences: int = setting(
         1,
         Count(),
-        "Number of sequences that run at the same time. \\[default: the number of prompts; smoe serve: 4]",
+        "Number of sequences that run at the same time. \\[default: smoe serve 4, smoe generate one for each prompt, "
+        "other commands 1]",
         option="--max-sequences",
         panel=MEMORY,
     )

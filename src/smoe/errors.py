@@ -133,6 +133,33 @@ class ChatTemplateLimitError(ChatTemplateError):
 class ContextError(SmoeError, ValueError):
     """The prompt and the requested tokens do not fit the context that the budget reserves."""
 
+    is_by_budget = True
+    """Whether a larger budget or another `context_tokens` would help; False: the model has no more positions."""
+
+    @classmethod
+    def of_prompt(cls, tokens: int, context_tokens: int, limit: int | None, wanted: int = 1) -> ContextError:
+        """Return the error for a prompt of `tokens` tokens in a context of `context_tokens`. The message names the
+        limit that holds: the model's, or the memory budget's. `limit`: the model's; None: unknown. `wanted`: new
+        tokens."""
+        if limit is not None and tokens >= limit:
+            error = cls(
+                f"the prompt has {tokens} tokens, and this model allows {limit} tokens of prompt and answer together "
+                "(config.json); shorten the prompt",
+                setting="context_tokens",
+                given=context_tokens,
+                allowed=f"at most {limit} for this model",
+            )
+            error.is_by_budget = False
+            return error
+        least, all_of_them = tokens + 1, min(tokens + wanted, limit or tokens + wanted)
+        return cls(
+            f"the prompt has {tokens} tokens, and memory is reserved for a context of {context_tokens}; shorten the "
+            f"prompt, or give `context_tokens={all_of_them}` (more context leaves less memory for experts)",
+            setting="context_tokens",
+            given=context_tokens,
+            allowed=f"at least {least} for this prompt, {all_of_them} with all new tokens",
+        )
+
     @classmethod
     def far_too_long(cls, context_tokens: int, tokens: str) -> ContextError:
         """Return the error for a prompt that is so long that its tokens were not all counted. `tokens`: their number in

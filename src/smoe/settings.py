@@ -144,7 +144,15 @@ class Size(Count):
         self.typed = "a size, such as 9MiB"
 
     def parse(self, name: str, text: str | int) -> int:
-        return parse_bytes(str(text), name)
+        nbytes = parse_bytes(str(text), name)
+        if not nbytes:
+            raise ConfigError(
+                f"`{name}` is {str(text)!r}; it must be above 0, for example 8GiB",
+                setting=name,
+                given=text,
+                allowed="a size above 0",
+            )
+        return nbytes
 
 
 class Number(Allowed):

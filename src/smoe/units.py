@@ -78,6 +78,22 @@ def format_bytes(count: float) -> str:
     return f"{value:.{digits}f} {unit}"
 
 
+def size_to_type(nbytes: int) -> str:
+    """Return a size for the command line, such as `12GiB` or `2.25GiB`, rounded down."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
+        if nbytes >= unit:
+            return f"{nbytes * 100 // unit / 100:g}{name}"
+    return str(nbytes)
+
+
+def enough_to_type(nbytes: int) -> str:
+    """Return the smallest size for the command line with at most two decimals that is not below `nbytes`."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
+        if nbytes >= unit:
+            return f"{-(-nbytes * 100 // unit) / 100:g}{name}"
+    return str(nbytes)
+
+
 def format_seconds(seconds: float) -> str:
     """Return a duration with a suitable unit (`620 us`, `41.3 ms`, `2.10 s`, `3 min 20 s`)."""
     if seconds < 1e-3:
@@ -156,8 +172,10 @@ def parse_share(text: str, setting: str | None = None) -> float:
     share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
     if not 0 < share <= 1:
         kind = "a share" if match is None else "a share above 0 and at most 100%"
-        meant = f"{match[1]}%, or " if match and 1 < share <= 100 and not match[2] else ""
-        example = f"{meant}for example 40% or 0.4"
+        if match and 1 < share <= 100 and not match[2]:
+            why = f"has no per cent sign and would be {share:,.0%}"
+            raise _refusal(text, setting, why, "a share above 0 and at most 100%", f"{match[1]}%")
+        example = "for example 40% or 0.4"
         raise _refusal(text, setting, f"is not {kind}", "a share above 0 and at most 100%", example)
     return share
 

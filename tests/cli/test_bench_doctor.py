@@ -179,7 +179,7 @@ def test_an_interrupted_ablation_shows_what_it_has(run, checkpoint, quick, monke
     ran = run("bench", checkpoint, "--memory", "2700KiB", "--ablation", "smoe", "--text", quick)
     assert ran.code == 130
     assert [step["name"] for step in ran.json["steps"]] == ["LRU on demand", "LRU + next gate"]
-    assert f"interrupted: 2 of {2 * len(ABLATIONS['smoe'])} rounds" in ran.err
+    assert f"interrupted; 2 of {2 * len(ABLATIONS['smoe'])} rounds" in ran.err
 
 
 @pytest.mark.parametrize(

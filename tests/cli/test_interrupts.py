@@ -24,7 +24,7 @@ def test_a_signal_ends_a_command_in_order(number: signal.Signals, capsys: pytest
     before = signal.getsignal(number)
     with listening(), pytest.raises(typer.Exit) as end, ending_in_order(as_json=False):
         signal.raise_signal(number)
-    assert end.value.exit_code == 128 + number and capsys.readouterr().err == "warning: interrupted\n"
+    assert end.value.exit_code == 128 + number and capsys.readouterr().err == "interrupted\n"
     assert signal.getsignal(number) is before
 
 
@@ -91,7 +91,7 @@ IN_ORDER = "with listening(), ending_in_order(as_json=True):\n "
     [
         (f"{IN_ORDER}with at_the_first():\n  try:\n   {HIT}\n  finally:\n   {HIT}\n   {HIT}", '{"error"'),
         (f"{IN_ORDER}import hits_itself", '{"error"'),
-        (f"import smoe.cli.console as c\nc.warn = lambda words: {HIT}\n{IN_ORDER}{HIT}", ""),
+        (f"import smoe.cli.console as c\nc.note = lambda *words, **more: {HIT}\n{IN_ORDER}{HIT}", ""),
     ],
     ids=["the third", "in an import", "while the word is said"],
 )

@@ -6,6 +6,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from smoe import from_pretrained
 from smoe.cli.plan import _first
@@ -95,10 +96,28 @@ def test_the_table_names_every_part(run, config_only):
     assert not any(line.split() == ["tokens/s"] for line in ran.out.splitlines()), "a row is one line"
 
 
-def test_it_ends_with_one_plain_sentence(run, config_only):
-    """No room for a prompt of 2,000 tokens in a context of 128."""
-    ran = run("plan", config_only, "--memory", "4MiB", "--context", 128)
-    assert re.fullmatch(r"A 200-word answer takes [a-z0-9 ]+\.", ran.out.splitlines()[-1])
+def test_the_answer_comes_before_the_notes(run, config_only, monkeypatch):
+    """No room for a prompt of 2,000 tokens in a context of 128. Both streams are one, as on a terminal."""
+    monkeypatch.setattr("smoe.cli.console.errors", lambda: Console(highlight=False))
+    lines = run("plan", config_only, "--memory", "4MiB", "--context", 128).out.splitlines()
+    (answer,) = [place for place, line in enumerate(lines) if "200-word" in line]
+    assert re.fullmatch(r"[\d,. -]+ tokens/s\. A 200-word answer takes [a-z0-9 ]+\.", lines[answer])
+    assert all("rates from" not in line and "routing" not in line for line in lines[:answer])
+    assert any(line.startswith("rates from") for line in lines[answer:])
+
+
+def test_the_words_of_a_table_are_explained(run, checkpoint):
+    out = run("plan", checkpoint, "--memory", "4MiB", "--context", 128).out
+    tables = [line for line in out.splitlines() if line.rstrip().endswith("remark")]
+    assert len(tables) == 2, "every column has a heading"
+    for word in ("lossy: the text may differ", "to pack: smoe pack must first write"):
+        assert out.count(word) == 1
+
+
+def test_no_more_memory_is_recommended_where_it_is_no_faster(run, config_only, monkeypatch):
+    monkeypatch.setattr("smoe.cli.plan._LEAST_GAIN", 1e9)
+    out = run("plan", config_only, "--memory", "2700KiB", "--context", 128).out
+    assert "free here" not in out and "smoe generate" in out
 
 
 def test_faster_reads_are_advised_where_they_bring_something(run, config_only):
@@ -280,7 +299,7 @@ def test_a_forecast_that_was_off_and_a_machine_that_was_busy_are_mentioned(run, 
     for is_direct in (False, True):
         remember(checkpoint, "auto", is_direct, Pace(layer=1e-3, expert=1e-5), LastRun(2.4, 0.4, 0.45))
     found = run(*asked).err
-    assert "a token took 2.4 times as long, the first token 0.4 times" in found
+    assert "a token took 2.4 times as long, the first token took 0.4 times as long" in found
     assert "waited 45% of its time for a core" in found
 
 

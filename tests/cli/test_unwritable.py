@@ -64,6 +64,14 @@ def test_nowhere_to_measure_a_disk(run, tmp_path, quick, monkeypatch):
     assert ran.code == 0 and "20 GB/s" in ran.out
 
 
-def test_other_commands_do_without(run, checkpoint):
-    ran = run("generate", checkpoint, "--memory", "64MiB", "-p", "x", "--max-new-tokens", 2)
+@pytest.mark.parametrize("more", [(), ("--quiet",)])
+def test_other_commands_do_without_and_warn_once(run, checkpoint, more):
+    ran = run("generate", checkpoint, "--memory", "64MiB", "-p", "x", "--max-new-tokens", 2, *more)
     assert ran.code == 0 and not profile_path().exists()
+    assert ran.err.count("warning:") == ran.err.count("compiled kernels and measurements are not stored") == 1
+    assert "XDG_CACHE_HOME" in ran.err
+
+
+def test_a_command_that_stores_a_result_warns_once(run, checkpoint, quick):
+    ran = run("tune", checkpoint, "--memory", "2700KiB", "--context", 128, "--text", quick, "--tpot", "10s")
+    assert ran.code == 0 and ran.err.count("XDG_CACHE_HOME") == 1, ran.err

@@ -149,7 +149,7 @@ def test_end_token_ends_and_is_not_text(model, tokenizer, monkeypatch):
 
 def test_a_prompt_that_is_too_long_is_refused_before_any_compute(model, tokenizer):
     before = model.offload.stats()
-    with pytest.raises(ContextError, match="64 tokens, and the memory budget"):
+    with pytest.raises(ContextError, match="64 tokens, and memory is reserved"):
         generate(model, tokenizer, ["x" * 64], Sampling())
     assert model.offload.stats() == before
 

@@ -254,7 +254,7 @@ def test_a_fault_fails_the_row_that_it_is_in(
 
 def test_what_cannot_be_answered_is_refused_at_once(toy: Callable[..., Path], open_model: Open) -> None:
     loop = DecodeLoop(open_model(toy("mixtral"), "half", context_tokens=32), NoText(), most_waiting=1)
-    with pytest.raises(ContextError, match="33 tokens, and the memory budget has room for a context of 32"):
+    with pytest.raises(ContextError, match="33 tokens, and memory is reserved for a context of 32"):
         loop.hand_in(asked([5] * 33)[0])
     loop.hand_in(asked([5])[0])
     with pytest.raises(EngineBusyError, match="1 requests are waiting already"):

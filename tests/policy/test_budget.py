@@ -223,7 +223,7 @@ def test_the_refusal_names_every_part_and_what_to_do() -> None:
     amounts = [2**30, DEMAND.weights_bytes, DEMAND.workspace_bytes, DEMAND.kv_cache_bytes, minimum_bytes(DEMAND)]
     for amount in [*amounts, 2 * DEMAND.slot_bytes, 8 * DEMAND.slot_bytes]:
         assert format_bytes(amount) in text
-    for switch in ("`memory`", "`context_tokens`", "`max_sequences`", "`prefill_tokens`"):
+    for switch in ("`memory=3.97GiB`", "`context_tokens`", "`max_sequences`", "`prefill_tokens`"):
         assert switch in text
 
 

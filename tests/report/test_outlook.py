@@ -17,8 +17,8 @@ import torch
 
 from smoe.presets import PRESETS, configure
 from smoe.report.forecast import forecast
-from smoe.report.outlook import Outlook, preset_of, size_to_type, with_preset
-from smoe.units import parse_bytes
+from smoe.report.outlook import Outlook, preset_of, with_preset
+from smoe.units import enough_to_type, parse_bytes, size_to_type
 from tests import oracle
 from tests.packs import pack_folder
 
@@ -50,6 +50,7 @@ def test_a_preset_is_recognised(preset: str) -> None:
 @pytest.mark.parametrize("nbytes", [5000, 3 * 2**20 + 7, 8 * 2**30, 21_600_000_000])
 def test_a_size_to_type_is_no_more_than_there_is(nbytes: int) -> None:
     assert 0.99 * nbytes <= parse_bytes(size_to_type(nbytes)) <= nbytes
+    assert nbytes <= parse_bytes(enough_to_type(nbytes)) <= 1.01 * nbytes
 
 
 def test_a_pack_is_missing_until_it_is_there(folder: Path) -> None:

@@ -104,8 +104,8 @@ def test_how_the_last_run_went(tmp_path: Path) -> None:
     ("last", "words"),
     [
         (LastRun(1.9, 0.6, 0.1), []),
-        (LastRun(2.1, 1.0), ["2.1 times as long"]),
-        (LastRun(1.0, 0.4), ["the first token 0.4 times"]),
+        (LastRun(2.1, 1.0), ["was off: a token took 2.1 times as long"]),
+        (LastRun(1.0, 0.4), ["was off: the first token took 0.4 times as long"]),
         (LastRun(1.0, 1.0, 0.6), ["waited 60%"]),
         (LastRun(3.0, 1.0, 0.6), ["3 times as long", "waited 60%"]),
     ],

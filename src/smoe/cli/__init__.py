@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,9 +28,10 @@ from smoe.cli import (
     tune,
     verify,
 )
-from smoe.cli.console import complain, print_json_error
+from smoe.cli.console import complain, print_error, print_json_error
 from smoe.cli.first_use import commands_for
 from smoe.cli.interrupts import REFUSED, listening
+from smoe.cli.mistyped import explain_mistyped, is_help, is_mistyped
 from smoe.cli.spread import with_options
 from smoe.errors import SmoeError, UnpreparedError, WorkerRefusedError
 
@@ -46,10 +47,13 @@ Help for a command: smoe COMMAND --help
 
 Exit codes: 0 success; 1 results are not exact (smoe verify); 2 an error;
 3 the coordinator refuses this worker (smoe cluster join); 130 after Ctrl-C,
-143 after SIGTERM, 129 after the terminal was closed (SIGHUP). After a signal,
-the results so far are printed and stored.
+143 after SIGTERM, 129 after the terminal was closed (SIGHUP); 141 if the
+program that reads the output has ended. After a signal, the results so far
+are printed and stored.
 """
 
+_CLOSED_PIPE = 141
+"""The exit code if the reader of the output has ended, as in shells: 128 + SIGPIPE."""
 _NOT_OF_WORKERS = ("torch", "transformers", "safetensors", "gguf", "huggingface_hub")
 """The dependencies of smoe that a worker does not need (requirements-worker.txt)."""
 
@@ -108,6 +112,21 @@ def _global(
     """The options that are given before the command."""
 
 
+def command_line() -> Any:
+    """Return the parser of the command line. Its help lists flags without the type of a value, because they take
+    none."""
+    parser: Any = typer.main.get_command(app)
+    contexts = [typer.Context(parser, **parser.context_settings)]
+    for context in contexts:
+        command: Any = context.command
+        for each in getattr(command, "commands", {}).values():
+            contexts.append(typer.Context(each, parent=context, **each.context_settings))
+        for option in command.get_params(context):
+            if getattr(option, "is_flag", False) or getattr(option, "count", False):
+                option.metavar = ""
+    return parser
+
+
 def main() -> None:
     """Run the command `smoe`. An expected error prints one message on stderr and ends with exit code 2; with --json,
     stdout gets an object that describes the error, too."""
@@ -116,12 +135,15 @@ def main() -> None:
     try:
         with listening():
             try:
-                code = app(prog_name="smoe", standalone_mode=not as_json)
+                code = command_line()(prog_name="smoe", standalone_mode=False)
             finally:
                 sys.stdout.flush()
     except BrokenPipeError:
-        _let_go_of_stdout()  # the reader of our output has ended: end quietly
-        code = 1
+        code = _end_of_reader()
+    except SystemExit as end:
+        if not isinstance(end.__context__, BrokenPipeError):  # for which rich and typer exit with code 1
+            raise
+        code = _end_of_reader()
     except Exception as error:
         if as_json:
             with suppress(OSError):  # stdout may be what failed
@@ -147,12 +169,19 @@ def _explain(error: Exception) -> int:
             f"(smoe cluster join); to run other commands: pip install {error.name}",
             file=sys.stderr,
         )
-    elif hasattr(error, "exit_code") and hasattr(error, "show"):  # a mistyped command line
-        error.show()
-        return int(error.exit_code)
+    elif is_mistyped(error):
+        if not is_help(error):
+            print_error(explain_mistyped(error))
+        return 2
     else:
         raise error
     return 2
+
+
+def _end_of_reader() -> int:
+    """Return the exit code if the program that reads the output has ended. No message is printed."""
+    _let_go_of_stdout()
+    return _CLOSED_PIPE
 
 
 def _open_missing_streams() -> None:

@@ -107,7 +107,7 @@ def _measure_cells(
     if one left cells out."""
     from smoe.benchmark.cells import fitting
     from smoe.cli.console import warn
-    from smoe.cli.interrupts import exit_code
+    from smoe.cli.interrupts import exit_code, print_interrupted
     from smoe.cli.session import loaded
     from smoe.load.tokenizer import load_tokenizer
 
@@ -126,6 +126,7 @@ def _measure_cells(
         measurements = _measure(ready, tokenizer, possible, seed)
         _print(measurements, _circumstances(ready, model, seed), offload.config, share, json)
     if len(measurements) < len(possible):
+        print_interrupted(f"{len(measurements)} of {len(possible)} measurements were made")
         raise typer.Exit(exit_code())
 
 

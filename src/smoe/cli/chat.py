@@ -62,7 +62,7 @@ def command(
     them, and /settings shows them. A model without a template continues the text instead.
     """
     from smoe.cli.console import note, stdin
-    from smoe.cli.interrupts import exit_code, was_terminated
+    from smoe.cli.interrupts import exit_code, print_interrupted, was_terminated
 
     settings = in_container(engine.config())
     import_libraries(model, settings)
@@ -103,6 +103,7 @@ def command(
             elif message:
                 _answer(chat, message)
     if was_terminated():
+        print_interrupted()
         raise typer.Exit(exit_code())
 
 

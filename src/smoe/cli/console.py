@@ -19,13 +19,17 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from smoe.cli.mistyped import allowed_value, explain_mistyped, is_mistyped
 from smoe.cli.settings import OPTION_OF, SERVED_SEQUENCES, in_words, option_of
 from smoe.errors import BudgetError, ContextError, NotMoEError, SmoeError
 from smoe.policy.registry import DRAFT
 from smoe.presets import PRESETS
 from smoe.units import format_bytes, format_remaining
 
-_PATIENCE_SECONDS = 1.0
+_PATIENCE_SECONDS = 0.5
+"""Seconds after which a terminal shows what is being done."""
+_SILENT_SECONDS = 4.0
+"""Seconds without output after which a line says what is being done, if stderr is no terminal."""
 _LINE_SECONDS = 10.0
 _HINTS = {
     ContextError: "the context is part of the budget: see smoe plan {model} --context N.",
@@ -33,6 +37,10 @@ _HINTS = {
 }
 
 _is_quiet = False
+_silent_since = monotonic()
+"""When this command began, or when it last printed a note or warning."""
+_warned: set[str] = set()
+"""The subjects about which this command has warned (`warn_once`)."""
 
 
 @contextmanager
@@ -40,6 +48,8 @@ def speaking(*, quietly: bool) -> Iterator[None]:
     """Show notes, bars and summaries (or not, if `quietly`) for the duration of the `with` block."""
     global _is_quiet
     before, _is_quiet = _is_quiet, quietly
+    _warned.clear()
+    _end_silence()
     try:
         yield
     finally:
@@ -82,8 +92,7 @@ def _facts_of_a_mistyped_line(error: BaseException) -> dict[str, object]:
         return {}
     given = typed_value(parameter.opts)
     setting = next((name for name, option in OPTION_OF.items() if option in parameter.opts), parameter.name)
-    allowed = str(getattr(error, "message", "")).removeprefix("Input should be ").partition(", unable to parse")[0]
-    return {"setting": setting, "given": given, "allowed": allowed or "must be given"}
+    return {"setting": setting, "given": given, "allowed": allowed_value(error)}
 
 
 def typed_value(options: Sequence[str]) -> str | None:
@@ -116,23 +125,44 @@ def gives_json(is_asked: bool) -> bool:
     return is_asked or not sys.stdout.isatty()
 
 
+def _end_silence() -> None:
+    global _silent_since
+    _silent_since = monotonic()
+
+
 def note(text: str, *, is_asked: bool = False) -> None:
     """Print a note in grey. With --quiet, only notes that the user has requested (`is_asked`) are printed."""
     if is_asked or not _is_quiet:
+        _end_silence()
         errors().print(f"[dim]{escape(as_options(text))}[/dim]", soft_wrap=True)
 
 
 def warn(text: str) -> None:
     """Print a warning, also with --quiet."""
+    _end_silence()
     errors().print(f"[yellow]warning:[/yellow] {escape(as_options(text))}", soft_wrap=True)
+
+
+def warn_once(subject: str, text: str) -> None:
+    """Print a warning, unless this command has already warned about this subject."""
+    if subject not in _warned:
+        _warned.add(subject)
+        warn(text)
+
+
+def print_error(text: str) -> None:
+    """Print an error in one line."""
+    errors().print(f"[bold red]error:[/bold red] {escape(text)}", soft_wrap=True)
 
 
 def complain(error: SmoeError, commands: Sequence[str] = ()) -> None:
     """Print an error, then hints, then the commands that prepare missing files or measurements (if there are any)."""
+    print_error(words_of(error))
     console = errors()
-    console.print(f"[bold red]error:[/bold red] {escape(words_of(error))}", soft_wrap=True)
     model = "MODEL" if error.model is None else shlex.quote(error.model)
     hints = [hint.format(model=model) for kind, hint in _HINTS.items() if isinstance(error, kind)]
+    if isinstance(error, ContextError) and not error.is_by_budget:
+        hints.clear()
     if isinstance(error, BudgetError) and error.setting != "worker_memory":
         without = _in_words(_not_of_plans())
         hints.append(f"smoe plan {model}{_sequences_typed()}, without {without}, shows what each budget buys.")
@@ -256,13 +286,14 @@ class _Lines(Progress):
 
 
 class Patience:
-    """A progress bar on stderr that appears if something takes longer than a second, and disappears when it ends.
+    """Shows what is being done, if it takes long: on a terminal a line that disappears when it ends, elsewhere one line
+    if nothing was printed for some seconds, and a further one every ten seconds.
 
-    `amount()` returns (bytes done, all bytes); without it the bar shows only that the program works.
+    `amount()` returns (bytes done, all bytes, or None if their number is unknown); without it only `title` is shown.
     """
 
-    def __init__(self, title: str, amount: Callable[[], tuple[int, int]] | None = None) -> None:
-        self._title = title
+    def __init__(self, title: str, amount: Callable[[], tuple[int, int | None]] | None = None) -> None:
+        self.title = title
         self._amount = amount
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._show, name="smoe-progress", daemon=True)
@@ -271,21 +302,43 @@ class Patience:
         self._thread.start()
 
     def stop(self) -> None:
-        """Remove the bar; afterwards the caller may use the terminal. Repeated calls have no effect."""
+        """Remove the line; afterwards the caller may use the terminal. Repeated calls have no effect."""
         self._done.set()
         if self._thread.ident is not None:
             self._thread.join()
 
     def _show(self) -> None:
-        if self._done.wait(_PATIENCE_SECONDS):
+        is_terminal = errors().is_terminal
+        while not is_terminal and (left := _silent_since + _SILENT_SECONDS - monotonic()) > 0:
+            if self._done.wait(left):
+                return
+        if self._done.wait(_PATIENCE_SECONDS if is_terminal else 0):
             return
         with progress() as bars:
-            task = bars.add_task(self._title, total=None, amount="")
+            state = self._state()
+            task = bars.add_task(self.title, **({"total": None} | state))
+            if not is_terminal:
+                note(", ".join(part for part in (self.title, state["amount"]) if part))
             while not self._done.wait(0.2):
-                if self._amount is not None:
-                    done, total = self._amount()
-                    shown = f"{format_bytes(done)} of {format_bytes(total)}"
-                    bars.update(task, completed=done, total=total, amount=shown)
+                bars.update(task, description=self.title, **self._state())
+
+    def _state(self) -> dict[str, Any]:
+        if self._amount is None:
+            return {"amount": ""}
+        done, total = self._amount()
+        of = "" if total is None else f" of {format_bytes(total)}"
+        return {"completed": done, "total": total, "amount": f"{format_bytes(done)}{of}"}
+
+
+@contextmanager
+def doing(title: str) -> Iterator[None]:
+    """Show what is being done during the `with` block, if it takes long."""
+    bar = Patience(title)
+    bar.start()
+    try:
+        yield
+    finally:
+        bar.stop()
 
 
 _SETTING = re.compile(r"`([a-z]+(?:_[a-z]+)*)(?:=([^`]*))?`")
@@ -296,8 +349,7 @@ def words_of(error: BaseException) -> str:
     if isinstance(error, OSError) and len(error.args) >= 2:
         text = f"{error.args[1]}: {error.filename}" if error.filename else str(error.args[1])
     else:
-        format_message = getattr(error, "format_message", None)  # of a mistyped command line
-        text = str(format_message() if format_message is not None else error)
+        text = explain_mistyped(error) if is_mistyped(error) else str(error)
     return as_options(text)
 
 

@@ -54,8 +54,10 @@ def command(
     if not _LEAST_BYTES <= read_bytes <= _MOST_BYTES:
         allowed = f"a size from {format_bytes(_LEAST_BYTES)} to {format_bytes(_MOST_BYTES)}"
         raise ConfigError.out_of_bounds("expert_size", expert_size, allowed)
-    import smoe.load.pretrained  # noqa: F401 - a process with a model has all of these libraries
-    from smoe.cli.console import note, print_json
+    from smoe.cli.console import doing, note, print_json
+
+    with doing("importing the libraries"):
+        import smoe.load.pretrained  # noqa: F401 - a process with a model has all of these libraries
     from smoe.cli.keeping import ResultDestination
     from smoe.machine.findings import examine, models_folder
     from smoe.machine.measure import save_profile
@@ -80,10 +82,12 @@ def command(
 
 
 def _measure(folder: Path, expert_bytes: int, threads: int | None) -> Profile:
-    from smoe.cli.console import progress
+    from smoe.cli.console import errors, note, progress
     from smoe.machine.measure import measure
     from smoe.machine.processor import set_compute_threads
 
+    if not errors().is_terminal:
+        note("measuring memory, disk and arithmetic, which takes about ten seconds")
     set_compute_threads(threads)
     with progress("doctor") as bars:
         task = bars.add_task("measuring", total=None, amount="")

@@ -75,7 +75,7 @@ def command(
     the run came to the limits of this machine.
     """
     from smoe.cli.console import is_quiet, print_json
-    from smoe.cli.interrupts import exit_code
+    from smoe.cli.interrupts import exit_code, print_interrupted
 
     if watch:
         from smoe.server.installed import check_server
@@ -84,6 +84,8 @@ def command(
     seconds = _seconds(tpot, engine)
     texts = read_prompts(prompts, model)
     report = _run(model, texts, engine, to_sampling(sampling), seconds, streams=not json, watch=watch)
+    if report.generation.was_interrupted:
+        print_interrupted()
     if json:
         print_json(_identity(model, sampling) | report.as_json())
     elif not is_quiet():
@@ -192,7 +194,10 @@ def _run(
     from smoe.report.run import report_on
 
     tokenizer = load_tokenizer(model, engine.revision)
-    with loaded(model, config, engine.revision, texts) as ready, _shown(ready, model, texts, watch) as say:
+    with (
+        loaded(model, config, engine.revision, texts, sampling.max_new_tokens) as ready,
+        _shown(ready, model, texts, watch) as say,
+    ):
         if tpot is not None:
             _meet(tpot, model, engine.preset, ready)
         if tokenizer.chat_template is not None:

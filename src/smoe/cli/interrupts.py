@@ -35,7 +35,9 @@ REFUSED = 3
 _HANGUP = getattr(signal, "SIGHUP", None)
 _BREAK = getattr(signal, "SIGBREAK", None)
 _NUMBERS = [number for number in (signal.SIGINT, signal.SIGTERM, _HANGUP, _BREAK) if number is not None]
-_SHOW_CURSOR = "\x1b[?25h"
+_END_OF_BAR = "\r\x1b[K\x1b[?25h"
+"""Erases the line of a progress bar, and shows the cursor."""
+_INTERRUPTED = "interrupted"
 _PATIENCE = 2
 """The number of signals after which one more makes the program exit at once. It is two, because a key may be pressed
 twice."""
@@ -64,6 +66,11 @@ def was_terminated() -> bool:
     return _state.first not in (None, signal.SIGINT)
 
 
+def was_interrupted() -> bool:
+    """Return whether a signal has arrived."""
+    return _state.received > 0
+
+
 def exit_code() -> int:
     """Return the exit code of an interrupted command."""
     return 128 + (_state.first or signal.SIGINT)
@@ -72,18 +79,30 @@ def exit_code() -> int:
 @contextmanager
 def ending_in_order(*, as_json: bool) -> Iterator[None]:
     """If a signal interrupts the `with` block, print a message and end the command with the signal's exit code."""
-    from smoe.cli.console import print_json, warn
+    from smoe.cli.console import print_json
 
     _state.as_json = as_json
     try:
         yield
     except KeyboardInterrupt as interrupt:
         _state.is_ending = True
-        words = str(interrupt) or "interrupted"
-        warn(words)
+        words = interrupted(str(interrupt))
+        print_interrupted(str(interrupt))
         if as_json:
             print_json(_as_json(words))
         raise typer.Exit(exit_code()) from None
+
+
+def interrupted(consequence: str = "") -> str:
+    """Return the text that every interrupted command prints. `consequence`: what was stored, or what has ended."""
+    return f"{_INTERRUPTED}; {consequence}" if consequence else _INTERRUPTED
+
+
+def print_interrupted(consequence: str = "") -> None:
+    """Print that a signal has interrupted the command, also with --quiet."""
+    from smoe.cli.console import note
+
+    note(interrupted(consequence), is_asked=True)
 
 
 @contextmanager
@@ -173,12 +192,12 @@ def _leave(number: int) -> NoReturn:
     interrupted one."""
     if _state.is_leaving:  # another signal within this function
         os._exit(128 + number)
-    _state.is_leaving, words = True, "interrupted"
+    _state.is_leaving, words = True, interrupted()
     with suppress(OSError):
         if _state.as_json and not _state.is_ending:
             os.write(1, f"{json.dumps(_as_json(words))}\n".encode())
     with suppress(OSError):
-        os.write(2, f"{_SHOW_CURSOR if os.isatty(2) else ''}{words}\n".encode())
+        os.write(2, f"{_END_OF_BAR if os.isatty(2) else ''}{words}\n".encode())
     os._exit(128 + number)
 
 

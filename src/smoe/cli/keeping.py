@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from smoe.cli.console import warn
+from smoe.cli.console import warn_once
 from smoe.user_cache import PLACE, cache_folder, check_writable
 
 
@@ -15,7 +15,6 @@ class ResultDestination:
     the folder cannot be written."""
 
     def __init__(self) -> None:
-        self._is_printed = False
         self.can_keep = True
         """Whether the folder was writable when this object was made."""
         try:
@@ -33,9 +32,20 @@ class ResultDestination:
             return None
 
     def _say(self, outcome: str, error: OSError) -> None:
-        if not self._is_printed:
-            warn(
-                f"the result {outcome}, because nothing can be written in {cache_folder()} "
-                f"({error.strerror or error}); set {PLACE} to a writable folder"
-            )
-        self._is_printed = True
+        _warn(f"the result {outcome}", error)
+
+
+def warn_if_unwritable() -> None:
+    """Warn if compiled kernels and measurements will not be stored, so that every command makes them again."""
+    try:
+        check_writable()
+    except OSError as error:
+        _warn("compiled kernels and measurements are not stored, and every run makes them again", error)
+
+
+def _warn(consequence: str, error: OSError) -> None:
+    warn_once(
+        PLACE,
+        f"{consequence}, because nothing can be written in {cache_folder()} ({error.strerror or error}); set {PLACE} "
+        "to a writable folder",
+    )

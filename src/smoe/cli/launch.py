@@ -42,7 +42,7 @@ def command(
     context: typer.Context,
     program: Annotated[
         str, typer.Argument(metavar="PROGRAM", help=f"Program to start: {', '.join(PROGRAMS)}, or any other command.")
-    ],
+    ] = "",
 ) -> None:
     """Start a coding agent, or another program, that uses a model.
 
@@ -51,6 +51,13 @@ def command(
     Uses the server of smoe that runs on this port (--port, by default 8000), or starts smoe serve with the model and
     options, and ends it with the program.
     """
+    if not program:
+        raise ConfigError(
+            f"smoe launch needs a program to start: {', '.join(PROGRAMS)}, or any other command on PATH; for example: "
+            "smoe launch claude ./my-moe --memory 8GiB",
+            setting="program",
+            allowed="a command on PATH",
+        )
     given, own = _divided(context.args)
     if {"-h", "--help"} & set(given):
         print(context.get_help())

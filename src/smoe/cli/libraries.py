@@ -12,8 +12,9 @@ def import_libraries(model: str, config: EngineConfig) -> None:
 
     Raises `BudgetError` before the import if the budget cannot hold the model.
     """
+    from smoe.cli.console import doing
     from smoe.report.early_refusal import refuse_early
 
-    with collection_paused():
+    with doing("importing the libraries"), collection_paused():
         refuse_early(model, config)
         import smoe.cli.session  # noqa: F401

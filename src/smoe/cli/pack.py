@@ -309,7 +309,7 @@ def _write(
         try:
             return pack(checkpoint.place, contents, experts, show, calibration)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt("interrupted; the same command continues after the last complete layer") from None
+            raise KeyboardInterrupt("the same command continues after the last complete layer") from None
 
 
 def _show_errors(found: dict[str, Any]) -> None:

@@ -38,6 +38,13 @@ headers are read. Run smoe doctor once for measured rates.
 """
 
 
+_LOSSY, _TO_PACK = "lossy", "to pack"
+_MEANING = {
+    _LOSSY: "the text may differ from that of the unmodified model",
+    _TO_PACK: "smoe pack must first write the experts in this precision",
+}
+_WORDS = ("--preset", "--precision", "remark")
+"""The headings of columns with words, which are aligned at the left."""
 _LEAST_GAIN = 0.01
 """The smallest gain of speed, as a fraction, that `smoe plan` mentions."""
 
@@ -61,7 +68,7 @@ def command(engine: MachineOptions, model: Model = "demo", json: Json = False, d
     smoe's own decisions on this machine, or on that of --profile. It also shows what other budgets, presets, precisions
     and a faster disk would achieve, and the command to type.
     """
-    from smoe.cli.console import note, output, print_json
+    from smoe.cli.console import note, print_json
     from smoe.report.forecast import forecast
 
     config = engine.config()
@@ -69,22 +76,22 @@ def command(engine: MachineOptions, model: Model = "demo", json: Json = False, d
     if json:
         command_line = None if result.outlook is None else _command(result.model, result.outlook)
         print_json(result.as_json() | {"command": command_line})
-    else:
-        _print(result)
-        if config.max_sequences == 1 and result.ledger.resident_share < 1:
-            note(
-                f"this plan is for one sequence at a time; smoe serve reserves memory for {SERVED_SEQUENCES} "
-                f"sequences: to plan for smoe serve, add --max-sequences {SERVED_SEQUENCES}"
-            )
-        if result.outlook is not None:
-            output().print(result.outlook.plainly(), soft_wrap=True, highlight=False)
+        return
+    _print(result)
+    for line in result.remarks:
+        note(line)
+    if config.max_sequences == 1 and result.ledger.resident_share < 1:
+        note(
+            f"this plan is for one sequence at a time; smoe serve reserves memory for {SERVED_SEQUENCES} "
+            f"sequences: to plan for smoe serve, add --max-sequences {SERVED_SEQUENCES}"
+        )
 
 
 def _print(result: Forecast) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from smoe.cli.console import as_options, note, output
+    from smoe.cli.console import as_options, output
 
     console = output()
     console.print(f"[bold]{escape(result.model)}[/bold]  {escape(_size(result))}", soft_wrap=True)
@@ -107,8 +114,8 @@ def _print(result: Forecast) -> None:
         _print_expected(result.outlook, console)
     console.print("\n[bold]other budgets[/bold]")
     choices = Table(**_STYLE)
-    for heading in ("budget", "experts in memory", result.moved, "tokens/s", ""):
-        choices.add_column(heading, justify="right" if heading else "left")
+    for heading in ("budget", "experts in memory", result.moved, "tokens/s", "remark"):
+        choices.add_column(heading, justify="left" if heading in _WORDS else "right")
     simulated = [None] * len(result.choices) if result.outlook is None else result.outlook.curve
     for choice, case in zip(result.choices, simulated, strict=True):
         is_chosen = choice.ledger.budget_bytes == result.ledger.budget_bytes
@@ -123,13 +130,13 @@ def _print(result: Forecast) -> None:
     console.print(choices)
     if result.outlook is not None and result.outlook.others:
         _print_others(result.outlook, console)
-    console.print(f"\n{_recommended(result)}", soft_wrap=True)
+    console.print("\n".join(["", *_recommended(result)]), soft_wrap=True)
     if result.outlook is not None:
         console.print(f"[bold]{escape(_command(result.model, result.outlook))}[/bold]", soft_wrap=True)
         for line in [*_lacking(result.outlook), *result.outlook.warnings]:
             console.print(f"[yellow]{escape(as_options(line))}[/yellow]", soft_wrap=True)
-    for line in result.remarks:
-        note(line)
+        expected = f"{_expected(result.outlook, result.outlook.asked)} tokens/s"
+        console.print(f"[bold]{expected}[/bold]. {result.outlook.plainly()}", soft_wrap=True, highlight=False)
 
 
 def _print_expected(outlook: Outlook, console: Console) -> None:
@@ -165,11 +172,12 @@ def _print_others(outlook: Outlook, console: Console) -> None:
     from rich.table import Table
 
     console.print("\n[bold]other presets and precisions with the same memory[/bold]")
-    others = Table(**_STYLE)
-    for heading in ("--preset", "--precision", "in memory", "tokens/s", "first token", ""):
-        others.add_column(heading, justify="right" if heading and not heading.startswith("-") else "left")
+    others, used = Table(**_STYLE), dict[str, None]()
+    for heading in ("--preset", "--precision", "in memory", "tokens/s", "first token", "remark"):
+        others.add_column(heading, justify="left" if heading in _WORDS else "right")
     for case in outlook.others:
-        remarks = ["lossy"] * bool(case.lossy) + ["to pack"] * any("smoe pack" in line for line in case.missing)
+        remarks = [_LOSSY] * bool(case.lossy) + [_TO_PACK] * any("smoe pack" in line for line in case.missing)
+        used |= dict.fromkeys(remarks)
         others.add_row(
             case.preset,
             case.precision,
@@ -179,6 +187,8 @@ def _print_others(outlook: Outlook, console: Console) -> None:
             ", ".join(remarks),
         )
     console.print(others)
+    for remark in used:
+        console.print(f"[dim]{remark}: {_MEANING[remark]}[/dim]", soft_wrap=True)
 
 
 def _lacking(outlook: Outlook) -> list[str]:
@@ -255,25 +265,29 @@ def _speeds(choice: Choice) -> str:
     return _span(*map(_rate, choice.tokens_per_second))
 
 
-def _recommended(result: Forecast) -> str:
-    """Return a line with the options that are recommended for this machine, and the expected speed."""
+def _recommended(result: Forecast) -> list[str]:
+    """Return a line with the options that are recommended for this machine, and the expected speed. No line if more
+    memory than the given budget would not be faster."""
     if result.is_emulated:
-        return f"To run on {result.rates.source.split(',')[0].removeprefix('profile ')}, or another budget there:"
-    from smoe.report.outlook import size_to_type
+        return [f"To run on {result.rates.source.split(',')[0].removeprefix('profile ')}, or another budget there:"]
+    from smoe.units import size_to_type
 
     found = result.recommendation
     if found is None:
         least = format_bytes(minimum_bytes(result.ledger.demand))
-        return f"[bold]This machine has too little free memory[/bold]: {least} is the least that works."
+        return [f"[bold]This machine has too little free memory[/bold]: {least} is the least that works."]
     ledger, case = found.choice.ledger, None if result.outlook is None else result.outlook.recommended
     expected = _speeds(found.choice)
     if result.outlook is not None and case is not None:
+        gain = case.run.tokens_per_second / result.outlook.asked.run.tokens_per_second - 1
+        if ledger.budget_bytes > result.ledger.budget_bytes and gain < _LEAST_GAIN:
+            return []
         expected = _expected(result.outlook, case)
     whole = "all experts" if ledger.resident_share == 1 else f"{ledger.resident_share:.0%} of the experts"
-    return (
+    return [
         f"[bold]{format_bytes(found.free_bytes)} free here: --memory {size_to_type(ledger.budget_bytes)}[/bold], "
         f"expect {expected} tokens/s ({whole} in memory)"
-    )
+    ]
 
 
 def _size(result: Forecast) -> str:

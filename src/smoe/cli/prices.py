@@ -80,7 +80,7 @@ def measured(
         is_done = True
         return found
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"interrupted; {_what_is_stored(folder, out)}") from None
+        raise KeyboardInterrupt(_what_is_stored(folder, out)) from None
     except Exception:
         if (folder / RESULTS).exists():
             warn(_what_is_stored(folder, out))

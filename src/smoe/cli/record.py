@@ -97,11 +97,13 @@ def command(
 def _print(found: dict[str, Any], path: Path) -> None:
     """Print how much was recorded as a note, and the path of the trace as the result."""
     from smoe.cli.console import note
+    from smoe.cli.interrupts import print_interrupted
     from smoe.units import format_bytes, format_count
 
-    interrupted = "interrupted: the complete steps so far are stored; " if found["was_interrupted"] else ""
+    if found["was_interrupted"]:
+        print_interrupted("the complete steps so far are stored")
     sequences = format_count(found["sequences"], "sequence")
-    note(f"{interrupted}the trace has {found['steps']} steps of {sequences} and takes {format_bytes(found['bytes'])}")
+    note(f"the trace has {found['steps']} steps of {sequences} and takes {format_bytes(found['bytes'])}")
     print(path)
 
 
@@ -163,7 +165,7 @@ def record(
     from smoe.trace.recorder import recording
 
     config = options.config()
-    with loaded(model, config, options.revision, texts if tokens is None else ()) as ready:
+    with loaded(model, config, options.revision, texts if tokens is None else (), sampling.max_new_tokens) as ready:
         tokenizer, offload = load_tokenizer(model, options.revision), cast("Engine", ready.offload)
         documents = _cut(tokenizer, texts, tokens, offload.context_tokens) if tokens is not None else []
         batches = _batches(tokenizer, texts, offload) if tokens is None else []
@@ -203,13 +205,7 @@ def _batches(tokenizer: Any, prompts: list[str], engine: Engine) -> list[Batch]:
     batches = [pad(encoded[begin : begin + rows], filler) for begin in range(0, len(prompts), rows)]
     longest = max(batch.input_ids.shape[1] for batch in batches)
     if longest >= engine.context_tokens:
-        raise ContextError(
-            f"a prompt has {longest} tokens, and the memory budget has room for a context of "
-            f"{engine.context_tokens}; shorten the prompt, or give more --context",
-            setting="context_tokens",
-            given=engine.context_tokens,
-            allowed=f"at least {longest + 1} for this prompt",
-        )
+        raise ContextError.of_prompt(longest, engine.context_tokens, engine.position_limit)
     return batches
 
 

@@ -283,18 +283,20 @@ def _serve(
     as_json: bool,
 ) -> tuple[Totals, Exception | None]:
     """Serve until a signal, or until a failure with `--exit-on-failure`. Return the totals and the failure."""
-    from smoe.cli.console import note, warn
+    from smoe.cli.console import doing, note, warn
     from smoe.cli.interrupts import answered_by
 
     settings = _with_libraries(model, in_container(engine.config(SERVED_SEQUENCES)), note)
     from smoe.cli.prompt_bar import PromptBar
     from smoe.cli.session import loaded
     from smoe.load.tokenizer import load_tokenizer
-    from smoe.server.first_pass import first_pass
-    from smoe.server.listening import Server
-    from smoe.server.listening_socket import opened
-    from smoe.server.serving import Serving
-    from smoe.server.totals import totals_of
+
+    with doing("importing the libraries of the server"):
+        from smoe.server.first_pass import first_pass
+        from smoe.server.listening import Server
+        from smoe.server.listening_socket import opened
+        from smoe.server.serving import Serving
+        from smoe.server.totals import totals_of
 
     def warned(text: str) -> None:
         with suppress(OSError):  # the reader may have ended, or the disk may be full: the server continues
@@ -312,7 +314,8 @@ def _serve(
                 "this model has no chat template: the server answers requests to /v1/completions, and refuses "
                 "requests with a conversation; give a template with --chat-template FILE"
             )
-        first_pass(ready, serving.tokenizer)
+        with doing("computing a first token, which compiles kernels"):
+            first_pass(ready, serving.tokenizer)
         listener = Server(serving, print_note, warned)
         with answered_by(listener.handle_exit):
             serving.start()
@@ -378,8 +381,12 @@ def _tell_where(bound_socket: socket.socket, serving: Serving, as_json: bool) ->
 
 def _tell_the_end(totals: Totals, as_json: bool) -> None:
     from smoe.cli.console import is_quiet, note, print_json
+    from smoe.cli.interrupts import print_interrupted, was_interrupted
 
-    note("ended", is_asked=True)
+    if was_interrupted():
+        print_interrupted()
+    else:
+        note("ended", is_asked=True)
     if as_json:
         print_json({"event": "ended", **totals.as_json()})
     elif not is_quiet():

@@ -12,13 +12,18 @@ import transformers
 from transformers import PreTrainedModel
 
 from smoe.cli.console import Patience, note, warn
+from smoe.cli.keeping import warn_if_unwritable
 from smoe.cli.settings import in_words
 from smoe.config import EngineConfig
+from smoe.errors import ContextError
 from smoe.garbage import present_objects_excluded
 from smoe.generation.generate import encode
 from smoe.load.draft_model import is_apart, placed_draft
+from smoe.load.ledger import WHOLE_FITS
 from smoe.load.pretrained import load
-from smoe.load.tokenizer import load_tokenizer
+from smoe.models.checkpoint import whole_checkpoint
+from smoe.models.files import local_place
+from smoe.models.finish_spec import position_limit
 from smoe.policy.budget import Ledger
 from smoe.units import format_bytes, format_count
 
@@ -27,30 +32,38 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def loaded(
-    model: str, config: EngineConfig, revision: str | None, prompts: Sequence[str] = ()
+    model: str, config: EngineConfig, revision: str | None, prompts: Sequence[str] = (), new_tokens: int = 1
 ) -> Iterator[PreTrainedModel]:
     """Yield the loaded model with its engine, which is closed after the `with` block. Print the memory budget, the
     reason for its size, and its parts.
 
-    Empty `prompts` are refused before the weights are read.
+    `prompts` that are empty, or too long for `new_tokens` more tokens, are refused before the weights are read.
     """
     transformers.logging.set_verbosity_error()
-    watch, checking = _Watch(f"loading {model}"), _Checking()
+    warn_if_unwritable()
+    opening, watch, checking = Patience(f"reading the headers of {model}"), _Watch(model), _Checking()
 
     def start(ledger: Ledger) -> None:
-        if not all(prompt.strip() for prompt in prompts):  # the tokenizer decides whether they are empty
-            encode(load_tokenizer(model, revision), prompts)
+        opening.stop()
+        _check_prompts(model, revision, prompts, ledger.demand.context_tokens, new_tokens)
         if config.cluster is not None:
             note(_open_to(config.cluster))
             awaited = format_count(config.cluster_workers, "worker")
             awaited += " and a draft model" if is_apart(placed_draft(config)) else ""
             seconds = f"{config.cluster_timeout_seconds:g} s"
             note(f"after loading, this command waits up to {seconds} for {awaited} of the cluster {config.cluster}")
-        watch.start(ledger)
+        watch.start()
 
+    def check(done: int, total: int) -> None:
+        opening.stop()
+        checking.show(done, total)
+
+    if local_place(model) is not None:  # a download has bars of its own
+        opening.start()
     try:
-        ready = load(model, config, revision, start, watch.expect, warn, checking.show)
+        ready = load(model, config, revision, start, watch.lock, warn, check)
     finally:
+        opening.stop()
         checking.stop()
         watch.stop()
     engine: Any = ready.offload
@@ -76,6 +89,19 @@ def loaded(
         engine.close()
         for doubt in engine.executor.compute.others.doubts if engine.executor.compute.others is not None else ():
             warn(doubt)
+
+
+def _check_prompts(
+    model: str, revision: str | None, prompts: Sequence[str], context_tokens: int, new_tokens: int
+) -> None:
+    """Raise `ConfigError` for an empty prompt, and `ContextError` for one that is too long. The tokenizer is loaded
+    only if a prompt may be one of these: a token is seldom shorter than a byte."""
+    if not any(not each.strip() or len(each.encode()) >= context_tokens for each in prompts):
+        return
+    checkpoint = whole_checkpoint(model, revision)
+    longest = max(map(len, encode(checkpoint.tokenizer(), prompts)))
+    if longest >= context_tokens:
+        raise ContextError.of_prompt(longest, context_tokens, position_limit(checkpoint.config()), new_tokens)
 
 
 def _note_draft(report: dict[str, Any] | None) -> None:
@@ -107,6 +133,10 @@ def _open_to(cluster: str) -> str:
 def describe(ledger: Ledger, reason: str, keeps_experts: bool = True) -> str:
     """Return the division of the memory budget in one line. `keeps_experts`: whether this machine holds experts while
     workers are connected."""
+    experts = ledger.demand.total_experts
+    if keeps_experts and ledger.cache_slots >= experts:
+        origin = "" if reason == WHOLE_FITS else f" (budget {format_bytes(ledger.budget_bytes)}, {reason})"
+        return f"the whole model fits in {format_bytes(ledger.total_bytes)}{origin}, all {experts} experts resident"
     experts_text = ledger.residents if keeps_experts else ledger.spare
     return f"budget {format_bytes(ledger.budget_bytes)} ({reason}), {experts_text}"
 
@@ -147,27 +177,29 @@ class _Checking:
 
 
 class _Watch:
-    """A progress bar that shows how much of a model is loaded, measured by the growth of the process's resident memory.
-    It starts when the memory budget is known, which is after any download; downloads have bars of their own."""
+    """A line that shows how much memory the loaded part of a model takes, measured by the growth of the process's
+    resident memory. The total is unknown, because slots for experts get their memory while other weights are read.
 
-    def __init__(self, title: str) -> None:
-        self._bar = Patience(title, self._amount)
+    It starts when the memory budget is known, which is after any download.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._bar = Patience(f"loading the non-expert weights of {model}", self._amount)
         self._process = psutil.Process()
-        self._before = 0
-        self._expected = 0
+        self._before = self._most = 0
 
-    def start(self, ledger: Ledger) -> None:
+    def start(self) -> None:
         self._before = self._process.memory_info().rss
-        self._expected = ledger.weights_bytes + sum(slots * nbytes for slots, nbytes in ledger.sizes)
         self._bar.start()
 
-    def expect(self, nbytes: int) -> None:
-        """Add memory that loading will allocate on the host: with a GPU, the host tier is allocated and locked
-        first."""
-        self._expected += nbytes
+    def lock(self, nbytes: int) -> None:
+        """Show that host memory for experts is allocated and locked, which is done with a GPU."""
+        self._bar.title = f"allocating {format_bytes(nbytes)} of host memory"
 
     def stop(self) -> None:
         self._bar.stop()
 
-    def _amount(self) -> tuple[int, int]:
-        return min(self._expected, max(0, self._process.memory_info().rss - self._before)), self._expected
+    def _amount(self) -> tuple[int, None]:
+        """Return the most bytes so far; loading also frees memory."""
+        self._most = max(self._most, self._process.memory_info().rss - self._before)
+        return self._most, None

@@ -46,7 +46,7 @@ def print_totals(totals: Totals) -> None:
         ("answered", ", ".join([requests, *parts])),
         ("tokens", tokens),
         ("memory", _memory(totals)),
-        ("whole process", _whole(totals.process_peak_bytes)),
+        ("whole process", _process(totals)),
     ]
     if totals.hit_ratio is not None:
         experts = f"{totals.hit_ratio:.1%} were in memory, {format_bytes(totals.bytes_read)} read"
@@ -63,9 +63,8 @@ def _print(rows: Sequence[tuple[str, str]]) -> None:
 
 def _rows(report: RunReport) -> list[tuple[str, str]]:
     generation = report.generation
-    ended = "; interrupted" if generation.was_interrupted else ""
     rows = [
-        ("tokens", f"{generation.prompt_tokens} in the prompt, {generation.new_tokens} new{ended}"),
+        ("tokens", f"{generation.prompt_tokens} in the prompt, {generation.new_tokens} new"),
         ("first token", _seconds(generation.ttft_seconds)),
         ("per token", _per_token(report)),
         ("forecast", _forecast(report)),
@@ -133,7 +132,10 @@ def _beyond(report: RunReport) -> str:
 def _experts(report: RunReport) -> str:
     if report.hit_ratio is None or report.bytes_read_per_token is None:
         return ""
-    return f"{report.hit_ratio:.1%} were in memory, {format_bytes(report.bytes_read_per_token)} read per token"
+    read = report.bytes_read_per_token
+    until = " until the whole model is in memory" if report.all_fit and read else ""
+    how = " in the background" if report.hit_ratio == 1 and read else ""
+    return f"{report.hit_ratio:.1%} were in memory, {format_bytes(read)} read per token{how}{until}"
 
 
 def _workers(report: RunReport) -> str:
@@ -227,23 +229,28 @@ def _bench(report: RunReport) -> str:
 
 
 def _memory(report: RunReport | Totals) -> str:
-    budget = format_bytes(report.memory_budget_bytes)
-    return f"{format_bytes(report.peak_memory_bytes)} of the budget of {budget} at most"
+    """Return the line of the summary about the budget. Reserved memory that was never written is not in RAM."""
+    budget, peak = format_bytes(report.memory_budget_bytes), format_bytes(report.peak_memory_bytes)
+    if not _only_reserved(report):
+        return f"{peak} of the budget of {budget} at most"
+    assert report.process is not None
+    return f"{peak} of the budget of {budget} reserved, at most {format_bytes(report.process.budget)} of it used"
 
 
-def _process(report: RunReport) -> str:
+def _process(report: RunReport | Totals) -> str:
     """Return the line of the summary about the process's peak memory and its parts."""
     if report.process is None:
-        return _whole(report.process_peak_bytes)
+        return "" if report.process_peak_bytes is None else f"{format_bytes(report.process_peak_bytes)} at most"
     whole, libraries, budget, scratch = (format_bytes(size) for size in report.process)
-    return (
-        f"{whole} at most: interpreter and libraries {libraries}, of the budget {budget}, the libraries' kernels and "
-        f"scratch {scratch}"
-    )
+    own = f"{whole} at most: interpreter and libraries {libraries}"
+    if _only_reserved(report):  # how the rest divides into budget and scratch is then unknown
+        return f"{own}, the budget with the libraries' kernels and scratch {budget}"
+    return f"{own}, of the budget {budget}, the libraries' kernels and scratch {scratch}"
 
 
-def _whole(peak_bytes: int | None) -> str:
-    return "" if peak_bytes is None else f"{format_bytes(peak_bytes)} at most"
+def _only_reserved(report: RunReport | Totals) -> bool:
+    """Return whether a part of the peak of the budget was reserved but not in RAM."""
+    return report.process is not None and report.process.budget < report.peak_memory_bytes
 
 
 def _limit(report: RunReport) -> str:

@@ -164,7 +164,7 @@ def _time(model: str, engine: EngineOptions, tuned: TuneOptions, as_json: bool) 
     try:
         _tune(model, substituting(engine), engine.revision, tuned.text, budget, as_json)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("interrupted; nothing was stored") from None
+        raise KeyboardInterrupt("nothing was stored") from None
 
 
 def _price(

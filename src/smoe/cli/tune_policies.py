@@ -136,7 +136,7 @@ def _interrupted_in_words() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("interrupted; no result was stored, earlier results still apply") from None
+        raise KeyboardInterrupt("no result was stored, earlier results still apply") from None
 
 
 def _won(found: Tournament, share: float, source: str, machine: str) -> Winner:

@@ -130,7 +130,7 @@ def _recorded(
     with TemporaryDirectory() as folder:
         path = Path(folder) / "text.trace"
         if record(model, exact, Sampling(), texts, tokens or _TOKENS, path, force=False)["was_interrupted"]:
-            raise KeyboardInterrupt("interrupted; nothing was stored")
+            raise KeyboardInterrupt("nothing was stored")
         yield [path]
 
 

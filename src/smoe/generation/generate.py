@@ -226,14 +226,7 @@ def _room(engine: Engine, prompts: Sequence[Sequence[int]], wanted: int) -> list
             allowed=f"at least {rows} for these prompts",
         )
     if tokens >= engine.context_tokens:
-        raise ContextError(
-            f"the prompt has {tokens} tokens, and the memory budget has room for a context of "
-            f"{engine.context_tokens}; shorten the prompt, or give `context_tokens={tokens + wanted}` (more context "
-            "leaves less memory for experts)",
-            setting="context_tokens",
-            given=engine.context_tokens,
-            allowed=f"at least {tokens + 1} for this prompt, {tokens + wanted} with all new tokens",
-        )
+        raise ContextError.of_prompt(tokens, engine.context_tokens, engine.position_limit, wanted)
     room = engine.context_tokens - tokens
     if wanted <= room:
         return []

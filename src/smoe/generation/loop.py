@@ -98,13 +98,7 @@ class DecodeLoop:
             raise ConfigError("the prompt has no tokens; give some text", setting="prompt", given="", allowed="text")
         room = self._engine.context_tokens
         if len(request.ids) >= room:
-            raise ContextError(
-                f"the prompt has {len(request.ids)} tokens, and the memory budget has room for a context of {room}; "
-                "shorten the prompt or raise `context_tokens`",
-                setting="context_tokens",
-                given=room,
-                allowed=f"at least {len(request.ids) + 1} for this prompt",
-            )
+            raise ContextError.of_prompt(len(request.ids), room, self._engine.position_limit)
 
     @property
     def waiting(self) -> int:

@@ -28,6 +28,7 @@ from smoe.memory.link import Link
 from smoe.memory.pacing import Pacing
 from smoe.memory.quantised_store import QuantisedStore
 from smoe.memory.store import ExpertStore
+from smoe.models.finish_spec import position_limit
 from smoe.models.rotary import RotaryLengths
 from smoe.models.spec import ModelSpec
 from smoe.models.weight_samples import checksum
@@ -159,6 +160,7 @@ def _engine(resolved: Resolved, divided: Divided, parts: EngineParts, executor: 
         eviction=_eviction(divided),
         dense_bytes=_dense_bytes(parts.model, ledger),
         context_tokens=spec.context_tokens,
+        position_limit=position_limit(spec.config),
     )
 
 

@@ -74,6 +74,6 @@ def _settled_reads(
     allocated yet."""
     if device.type != "cpu" or config.device == EMULATED:
         return config  # reads go to the host tier (`engine_parts.py`)
-    spare = free_device_bytes(device)[0] - ledger.budget_bytes
+    spare = free_device_bytes(device)[0] - ledger.total_bytes
     is_direct = reads_directly(config, sum(store.total_bytes for store in stores), spare)
     return replace(config, direct_io="on" if is_direct else "off")

@@ -24,11 +24,22 @@ from smoe.models.described import Described
 from smoe.models.packed import contents_as_they_are
 from smoe.models.spec import ModelSpec
 from smoe.models.workspace import reserved_kernel_bytes
-from smoe.policy.budget import Demand, Ledger, allocate, budget_for_share, full_bytes, minimum_bytes
-from smoe.units import format_bytes
+from smoe.policy.budget import (
+    Demand,
+    Ledger,
+    allocate,
+    budget_for_share,
+    full_bytes,
+    least_entries,
+    less_to_ask,
+    minimum_bytes,
+)
+from smoe.units import enough_to_type, format_bytes
 
 LEAST_CONTEXT_TOKENS = 512
 """The smallest context length that is chosen automatically: enough for a text and an answer."""
+WHOLE_FITS = "the whole model fits"
+"""The reason for a budget's size if more memory would not be used."""
 _Spec = TypeVar("_Spec", bound=ModelSpec)
 _CUDA_ALIGNMENT = 256
 """The alignment of torch's allocator on a GPU, in bytes. At other addresses matrix kernels are slow, or their bits
@@ -127,7 +138,8 @@ def _divided(config: EngineConfig, device: AnyDevice, demand: Demand, outside: M
         return allocate(budget, demand), f"for {100 * config.resident_share:.3g}% of the experts"
     free, source = free_device_bytes(device)
     budget = min(less_margin(free), full_bytes(demand))
-    return allocate(budget, demand), f"{source} less a margin{_whole(config, budget == full_bytes(demand))}"
+    reason = WHOLE_FITS if _is_whole(config, budget == full_bytes(demand)) else f"{source} less a margin"
+    return allocate(budget, demand), reason
 
 
 def _in_process(
@@ -153,25 +165,19 @@ def _in_process(
         taken = "".join(f"\n  {name:<40}{format_bytes(count):>12}" for name, count in outside.items())
         raise BudgetError(
             f"a process of {format_bytes(limit_bytes)} cannot hold this model. Outside the memory budget, the "
-            f"process needs{taken}\nThis leaves {format_bytes(max(0, room))} for the memory budget; give the process "
-            f"{format_bytes(least)} or more. {_sentence(error)}",
+            f"process needs{taken}\nThis leaves {format_bytes(max(0, room))} for the memory budget; "
+            f"{least_entries(demand)}\ngive the process {enough_to_type(least)} or more{less_to_ask(demand)}",
             setting="memory_bytes",
             given=limit_bytes,
             allowed=f"at least {least} bytes",
         ) from error
-    return ledger, f"of a process of {format_bytes(limit_bytes)}{_whole(config, budget < room)}"
+    fits = f": {WHOLE_FITS}" if _is_whole(config, budget < room) else ""
+    return ledger, f"of a process of {format_bytes(limit_bytes)}{fits}"
 
 
-def _sentence(error: BudgetError) -> str:
-    """Return an error's message as a sentence that follows another one."""
-    message = str(error)
-    return message[0].upper() + message[1:]
-
-
-def _whole(config: EngineConfig, fits: bool) -> str:
-    """Return an addition to the text about the budget's size: that the whole model fits, if all experts stay in memory;
-    else an empty text."""
-    return ", and the whole model fits" if fits and config.keeps_experts and config.expert_cache == "budget" else ""
+def _is_whole(config: EngineConfig, fits: bool) -> bool:
+    """Return whether all experts stay in memory, if they fit."""
+    return fits and config.keeps_experts and config.expert_cache == "budget"
 
 
 def outside_budget(spec: ModelSpec, config: EngineConfig) -> dict[str, int]:
@@ -184,14 +190,14 @@ def outside_budget(spec: ModelSpec, config: EngineConfig) -> dict[str, int]:
 
 
 def shortages_of(config: EngineConfig, ledger: Ledger, device: AnyDevice) -> list[str]:
-    """Return messages about requested memory that is not free: one for the budget and one for a host tier, if they
-    exceed the free memory."""
+    """Return messages about requested memory that is not free: one for the part of the budget that the model uses and
+    one for a host tier, if they exceed the free memory."""
     host_bytes = config.host_memory_bytes or 0
     if device.type == "cpu":
         both = " and `host_memory`" if config.device == EMULATED and host_bytes else ""
-        found = [shortage(f"a budget{both}", ledger.budget_bytes + (host_bytes if both else 0))]
+        found = [shortage(f"a budget{both}", ledger.total_bytes + (host_bytes if both else 0))]
     else:
-        found = [shortage("a budget", ledger.budget_bytes, device), shortage("`host_memory`", host_bytes)]
+        found = [shortage("a budget", ledger.total_bytes, device), shortage("`host_memory`", host_bytes)]
     return [each for each in found if each is not None]
 
 

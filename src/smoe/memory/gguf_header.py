@@ -256,6 +256,8 @@ def _read_counts(reader: _Reader) -> tuple[int, int]:
     """Return the numbers of tensors and of metadata entries, after checking the beginning of the file."""
     path = reader.path
     start = reader.take(min(4, reader.left), "its first word")
+    if not start:
+        raise CheckpointError(f"{path} is empty; its download has failed: download the file again")
     if start != MAGIC:
         found = start.decode("ascii", "backslashreplace")
         raise CheckpointError(

@@ -212,6 +212,7 @@ class ModelSpec:
             position_bytes=workspace.position,
             square_bytes=workspace.square,
             step_tokens=min(config.prefill_tokens, self.context_tokens * config.max_sequences),
+            context_tokens=self.context_tokens,
             kv_cache_bytes=self.anatomy.kv_bytes_per_token * self.context_tokens * config.max_sequences
             + self.anatomy.state_bytes_per_sequence * config.max_sequences,
             classes=tuple(self._cached(each, config) for each in self._slot_classes(slot_bytes)),

@@ -29,7 +29,7 @@ from typing import NamedTuple
 from smoe.errors import BudgetError
 from smoe.expert import EXACT
 from smoe.policy.residency import PoolSize
-from smoe.units import format_bytes
+from smoe.units import enough_to_type, format_bytes
 
 MIN_STAGING_SLOTS = 2
 MAX_STAGING_SLOTS = 8
@@ -129,6 +129,8 @@ class Demand:
     """Bytes of activations for each pair of positions, if attention computes a score for each pair."""
     step_tokens: int = 0
     """The largest number of positions of one step."""
+    context_tokens: int = 0
+    """The largest number of positions of one text; 0: unknown."""
 
     def step_bytes(self, positions: int) -> int:
         """Return the bytes of activations of a step with `positions` positions. A text longer than `step_tokens` takes
@@ -408,6 +410,21 @@ def _each_size(demand: Demand) -> str:
 
 
 def _refusal(budget_bytes: int, demand: Demand) -> str:
+    """Return why a model does not fit, the entries of the smallest budget, and that budget as it is typed."""
+    table = f"a budget of {format_bytes(budget_bytes)} cannot hold this model; {least_entries(demand)}"
+    return f"{table}\ngive `memory={enough_to_type(minimum_bytes(demand))}` or more{less_to_ask(demand)}"
+
+
+def less_to_ask(demand: Demand) -> str:
+    """Return the end of a message about a budget that is too small: the context for which the smallest budget has room,
+    and the settings that need less memory."""
+    room = f" (for a context of {demand.context_tokens} tokens)" if demand.context_tokens else ""
+    draft = ", or leave out the draft model (another `prefetch` or `preset`)" if demand.draft_bytes else ""
+    return f"{room}, or ask for less with `context_tokens`, `max_sequences` or `prefill_tokens`{draft}"
+
+
+def least_entries(demand: Demand) -> str:
+    """Return the entries of the smallest budget with which the model can run, as the lines of a table."""
     of_each = _each_size(demand)
     staging = [each.least - each.top_k for each in demand.all_classes]
     needed = demand.fixed_entries(embedding_on_disk=True) | {
@@ -420,10 +437,8 @@ def _refusal(budget_bytes: int, demand: Demand) -> str:
     lines = [f"  {name:<{width}}{format_bytes(count):>12}" for name, count in needed.items()]
     return "\n".join(
         [
-            f"a budget of {format_bytes(budget_bytes)} cannot hold this model; the least it needs is",
+            "the least it needs is",
             *lines,
             f"  {'together':<{width}}{format_bytes(minimum_bytes(demand)):>12}",
-            "give more with `memory`, or ask for less with `context_tokens`, `max_sequences` or `prefill_tokens`"
-            + (", or leave out the draft model (another `prefetch` or `preset`)" if demand.draft_bytes else ""),
         ]
     )

@@ -36,7 +36,7 @@ from smoe.report.on_clock import (
 )
 from smoe.report.pace import UNTAUGHT_SPEEDS, Pace
 from smoe.simulator.synthetic import LEAST_REPETITIVE, MOST_REPETITIVE, SAYS, TYPICAL
-from smoe.units import identifier, plain_span
+from smoe.units import identifier, plain_span, size_to_type
 
 LEAST_PLEASANT, MOST_PLEASANT = 2.0, 30.0
 """The thresholds of pleasant use: at least so many tokens per second, and at most so many seconds before an answer
@@ -318,14 +318,6 @@ def _settings(subject: Subject, ledger: Ledger, asked: Case) -> dict[str, str]:
         if getattr(config, name) != usual.get(name, getattr(EngineConfig, name)):
             found[name] = getattr(config, name)
     return found
-
-
-def size_to_type(nbytes: int) -> str:
-    """Return a size for `--memory`, such as `12GiB` or `2.25GiB`, rounded down."""
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
-        if nbytes >= unit:
-            return f"{nbytes * 100 // unit / 100:g}{name}"
-    return str(nbytes)
 
 
 def _warnings(asked: Case) -> list[str]:

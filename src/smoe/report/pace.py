@@ -108,11 +108,10 @@ class LastRun:
     def doubts(self) -> list[str]:
         """Return warnings for the next forecast, if the last forecast was wrong or the machine was busy."""
         found = []
-        if _is_off(self.per_token) or _is_off(self.first_token):
-            found.append(
-                f"the forecast before the last run of this model was off: a token took {self.per_token:.2g} times as "
-                f"long, the first token {self.first_token:.2g} times"
-            )
+        ratios = {"a token": self.per_token, "the first token": self.first_token}
+        off = [f"{what} took {ratio:.2g} times as long" for what, ratio in ratios.items() if _is_off(ratio)]
+        if off:
+            found.append(f"the forecast before the last run of this model was off: {', '.join(off)}")
         if self.waited is not None and self.waited >= BUSY_SHARE:
             found.append(
                 f"the last run of this model waited {self.waited:.0%} of its time for a core used by other programs; "

@@ -61,6 +61,7 @@ class Engine:
         budget_reason: str,
         dense_bytes: int,
         context_tokens: int,
+        position_limit: int | None,
         reasons: Mapping[str, str],
         eviction: EvictionSettings,
     ) -> None:
@@ -81,6 +82,8 @@ class Engine:
         """The origin of each setting that the user left out, by setting name."""
         self.context_tokens = context_tokens
         """The number of positions reserved for every sequence."""
+        self.position_limit = position_limit
+        """The largest number of positions that the model allows; None: unknown."""
         self.eviction_settings = eviction
         self._threads = torch.get_num_threads()
         self._arena, self._transfers, self._reserve = arena, transfers, reserve

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from smoe.machine.process_memory import peak_bytes
+from smoe.machine.process_memory import ProcessMemory, peak_bytes, process_memory
 from smoe.server.events import CLIENT_GONE
 from smoe.server.openapi import OPERATIONS
 from smoe.server.serving import Serving
@@ -41,6 +41,9 @@ class Totals:
     peak_memory_bytes: int
     memory_budget_bytes: int
     process_peak_bytes: int | None
+    process: ProcessMemory | None
+    """The parts of the process's peak memory; None if the budget is a GPU's memory, or if the system does not report
+    it."""
 
     @property
     def answered_requests(self) -> int:
@@ -52,7 +55,8 @@ class Totals:
         return self.new_tokens / self.busy_seconds if self.new_tokens and self.busy_seconds > 0 else None
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"tokens_per_second": self.tokens_per_second}
+        parts = None if self.process is None else self.process.as_json()
+        return asdict(self) | {"process": parts, "tokens_per_second": self.tokens_per_second}
 
 
 def totals_of(serving: Serving) -> Totals:
@@ -81,4 +85,5 @@ def totals_of(serving: Serving) -> Totals:
         peak_memory_bytes=engine.peak_memory_bytes(),
         memory_budget_bytes=engine.ledger.budget_bytes,
         process_peak_bytes=peak_bytes(),
+        process=process_memory(engine.peak_memory_bytes()) if engine.slot_memory.device.type == "cpu" else None,
     )

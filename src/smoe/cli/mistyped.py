@@ -1,0 +1,86 @@
+"""Explains a command line that the parser of options has refused, in the words of smoe's other errors.
+
+The parser's exceptions are recognised by their attributes, because typer has its own copies of click's classes.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Any
+
+_ELSEWHERE = {
+    "-n": "--max-new-tokens",
+    "--n-predict": "--max-new-tokens",
+    "--max-tokens": "--max-new-tokens",
+    "-c": "--context",
+    "--ctx-size": "--context",
+    "-t": "--threads",
+    "--temp": "--temperature",
+    "-f": "--prompt-file",
+    "--file": "--prompt-file",
+}
+"""{option of another program: the option of smoe with the same meaning}."""
+_UNPARSED = ", unable to parse"
+_KINDS = {"a valid integer": "a whole number", "a valid number": "a number"}
+
+
+def is_mistyped(error: BaseException) -> bool:
+    """Return whether the parser of the command line has raised this error."""
+    return hasattr(error, "exit_code") and hasattr(error, "format_message")
+
+
+def is_help(error: BaseException) -> bool:
+    """Return whether the error means that a command without arguments has printed its help."""
+    return type(error).__name__ == "NoArgsIsHelpError"
+
+
+def explain_mistyped(error: Any) -> str:
+    """Return what is wrong with a command line, and where its options are listed."""
+    context = getattr(error, "ctx", None)
+    if context is None:
+        return _what(error, None)
+    return f"{_what(error, context)}; {context.command_path} --help lists the {_listed(context)}"
+
+
+def allowed_value(error: Any) -> str:
+    """Return which values the refused option or argument may have."""
+    kind = str(error.message).removeprefix("Input should be ").partition(_UNPARSED)[0]
+    return _KINDS.get(kind, kind) or "must be given"
+
+
+def _what(error: Any, context: Any) -> str:
+    name, parameter = getattr(error, "option_name", None), getattr(error, "param", None)
+    if name is not None and hasattr(error, "possibilities"):
+        return f"the option {name} is unknown{_meant(name, error.possibilities, context)}"
+    if name is not None:
+        return f"{name} needs a value"
+    if parameter is not None and str(error.message).startswith("Input should be "):
+        return f"{_named(parameter)} is {_given(error)}; it must be {allowed_value(error)}"
+    if parameter is not None and not error.message:
+        return f"{_named(parameter)} is missing"
+    text = str(error.format_message()).rstrip(".")
+    return text[:1].lower() + text[1:]
+
+
+def _listed(context: Any) -> str:
+    return "commands" if hasattr(context.command, "commands") else "options"
+
+
+def _named(parameter: Any) -> str:
+    is_option = any(option.startswith("-") for option in parameter.opts)
+    return max(parameter.opts, key=len) if is_option else str(parameter.metavar or parameter.name).upper()
+
+
+def _given(error: Any) -> str:
+    from smoe.cli.console import typed_value
+
+    value = typed_value(error.param.opts)
+    return "not valid" if value is None else repr(value)
+
+
+def _meant(name: str, possibilities: Any, context: Any) -> str:
+    """Return a suggestion: the option with the same meaning, or one with a similar name; empty if there is none."""
+    known = [] if context is None else [option for each in context.command.params for option in each.opts]
+    meant = _ELSEWHERE.get(name)
+    found = [meant] if meant in known else get_close_matches(name, [*known, *(possibilities or ())], n=1)
+    return f" (did you mean {found[0]}?)" if found else ""

@@ -1,0 +1,69 @@
+"""Command lines that the parser refuses, and a reader that ends early. Would catch an error in another style, a flag
+that seems to take a value, and an exit code that means something else."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from smoe.cli import command_line
+from smoe.cli.programs import PROGRAMS
+from tests.forked import Forked
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        (
+            "generate -n 60",
+            "the option -n is unknown (did you mean --max-new-tokens?); smoe generate --help lists the options",
+        ),
+        ("plan -n 60", "the option -n is unknown; smoe plan --help lists the options"),
+        ("chat --temprature 1", "the option --temprature is unknown (did you mean --temperature?); smoe chat --help"),
+        ("generate --temperature hot", "--temperature is 'hot'; it must be a number; smoe generate --help"),
+        ("serve --port x", "--port is 'x'; it must be a whole number; smoe serve --help lists the options"),
+        ("serve --port", "--port needs a value"),
+        ("pack", "MODEL is missing; smoe pack --help lists the options"),
+        ("nothing", "no such command 'nothing'; smoe --help lists the commands"),
+        ("launch", "smoe launch needs a program to start: " + ", ".join(PROGRAMS)),
+    ],
+)
+def test_a_refused_line_is_one_error_in_the_style_of_the_others(run, line, error):
+    ran = run(*line.split())
+    assert ran.code == 2 and ran.err.startswith(f"error: {error}") and ran.err.count("\n") == 1
+
+
+def test_programs_get_the_same_words(run):
+    found = run("generate", "--temperature", "hot", "--json").json["error"]
+    assert found["message"].startswith("--temperature is 'hot'; it must be a number")
+    assert (found["setting"], found["given"], found["allowed"]) == ("temperature", "hot", "a number")
+
+
+def test_flags_show_no_type_of_a_value(run):
+    for words in (["generate"], ["chat"], ["cluster", "join"], ["trace", "plot"], []):
+        for name in ("--help", "-h"):
+            shown = run(*words, name)
+            assert shown.code == 0 and "--help" in shown.out and "<bool>" not in shown.out, words
+
+
+def test_a_command_without_arguments_shows_its_help(run):
+    for words in ([], ["trace"], ["cluster"]):
+        shown = run(*words)
+        assert "Usage: smoe" in shown.out and shown.err == "", words
+    assert command_line().commands.keys() >= {"generate", "launch"}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes of POSIX")
+@pytest.mark.parametrize("line", ["plan demo --memory 20MiB -q", "plan --help", "plan demo --json"])
+def test_a_reader_that_has_ended_ends_the_command_quietly(line, tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    with (tmp_path / "errors").open("wb") as errors:
+        process = Forked([sys.executable, "-m", "smoe", *line.split()], env=environment, stdout=write, stderr=errors)
+        os.close(write)
+        assert process.wait(60) == 141
+    said = (tmp_path / "errors").read_text()
+    assert "Traceback" not in said and "error" not in said
