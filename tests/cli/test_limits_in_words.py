@@ -64,7 +64,7 @@ def test_a_budget_that_is_too_small_names_one_that_works(run, checkpoint):
     ],
 )
 def test_a_mistyped_size_is_refused_with_what_to_write(run, typed, words):
-    assert run("generate", *typed.split(), "-p", "x").err == words
+    assert run("generate", *typed, "-p", "x").err == words
 
 
 def test_an_empty_file_is_called_empty(run, tmp_path):

@@ -56,7 +56,7 @@ def test_a_command_without_arguments_shows_its_help(run):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="pipes of POSIX")
-@pytest.mark.parametrize("line", ["plan demo --memory 20MiB -q", "plan --help", "plan demo --json"])
+@pytest.mark.parametrize("line", ["plan demo --memory 20MiB -q", "plan --help"])
 def test_a_reader_that_has_ended_ends_the_command_quietly(line, tmp_path):
     read, write = os.pipe()
     os.close(read)

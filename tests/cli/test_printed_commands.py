@@ -148,7 +148,7 @@ def test_every_line_works(block: str, run: Run, folder: Path, monkeypatch: pytes
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_the_server_of_the_start_page_is_asked_as_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On a port of the test's own: the page, by curl, and by OpenAI's client."""
+    """On a port of the test's own: the page, by curl, by README's curl, and by OpenAI's client."""
     page = (ROOT / PAGES[1]).read_text(encoding="utf8")
     (serve,) = re.findall(r"^\$ smoe (serve .*)$", page, re.M)
     (curl,) = re.findall(r"^\$ (curl .*)$", page, re.M)
@@ -157,8 +157,9 @@ def test_the_server_of_the_start_page_is_asked_as_printed(folder: Path, capsys: 
         (address,) = re.findall(r"serving my-model at (http://\S+)/v1 ", shown)
         here = "http://127.0.0.1:8000"
         assert "<html" in asked([*shlex.split(curl)[:1], address])
-        answer = json.loads(asked(shlex.split(curl.replace(here, address))))
-        assert answer["choices"][0]["message"]["content"]
+        for line in (curl, *re.findall(r"^\$ (curl .*)$", (ROOT / PAGES[0]).read_text(encoding="utf8"), re.M)):
+            answer = json.loads(asked(shlex.split(line.replace(here, address), comments=True)))
+            assert answer["choices"][0]["message"]["content"]
         exec(compile(program.replace(here, address), "a block of the page", "exec"), {})
         assert capsys.readouterr().out
 
