@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -33,7 +33,8 @@ from tests.gguf_windowed import TOYS
 from tests.models.test_gguf_quantised import assert_near, steps
 
 Open = Callable[..., PreTrainedModel]
-ALL = pytest.mark.parametrize("name", TOYS)
+PROMPT = oracle.PROMPT[:, :18]
+"""Behind a prompt that is longer than windows are, as many tokens as are compressed together, and two more."""
 UNSAID = {
     "_name_or_path",
     "architectures",
@@ -47,34 +48,41 @@ UNSAID |= {"bos_token_id", "eos_token_id", "pad_token_id", "pretraining_tp", "vo
 UNSAID |= {"router_aux_loss_coef"}
 
 
-@ALL
-def test_every_bit_is_the_librarys(name: str, tmp_path: Path, open_model: Open) -> None:
-    """In a model of 16 bits of a file of 32, also where weights have 32 in the library."""
-    family = TOYS[name]
+class Toy(NamedTuple):
+    """A model of 16 bits and its file of 32, for tests that change neither."""
+
+    family: converted.Architecture
+    model: PreTrainedModel
+    path: Path
+
+
+@pytest.fixture(scope="module", params=TOYS)
+def toy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    """Made once, for one test after the other."""
+    family = TOYS[request.param]
     model = converted.make(family, torch.bfloat16)
-    path = converted.write(tmp_path / "toy.gguf", family, model)
-    assert all(map(torch.equal, steps(open_model(path, "half"), oracle.PROMPT), steps(model, oracle.PROMPT)))
+    return Toy(family, model, converted.write(tmp_path_factory.mktemp("toy") / "toy.gguf", family, model))
 
 
-@ALL
-def test_quantised_matrices_are_the_same_numbers(name: str, tmp_path: Path, open_model: Open) -> None:
+def test_every_bit_is_the_librarys(toy: Toy, open_model: Open) -> None:
+    """In a model of 16 bits of a file of 32, also where weights have 32 in the library."""
+    assert all(map(torch.equal, steps(open_model(toy.path, "half"), PROMPT), steps(toy.model, PROMPT)))
+
+
+def test_quantised_matrices_are_the_same_numbers(toy: Toy, tmp_path: Path, open_model: Open) -> None:
     """In Q8_0, whichever of them are put together or turned round."""
-    family = TOYS[name]
-    model = converted.make(family)
-    path = converted.write(tmp_path / "toy.gguf", family, model, Type.Q8_0)
+    model = converted.make(toy.family)
+    path = converted.write(tmp_path / "toy.gguf", toy.family, model, Type.Q8_0)
     ours = open_model(path, "half", dtype="float32")
-    assert_near(steps(ours, oracle.PROMPT), steps(model, oracle.PROMPT), 1e-4)
+    assert_near(steps(ours, PROMPT), steps(model, PROMPT), 1e-4)
 
 
-@ALL
-def test_the_configuration_is_the_models(name: str, tmp_path: Path) -> None:
-    family = TOYS[name]
-    model = converted.make(family)
-    config = checkpoint_at(converted.write(tmp_path / "toy.gguf", family, model)).config()
-    ours, theirs = config.to_dict(), model.config.to_dict()
-    if config.model_type != model.config.model_type:
+def test_the_configuration_is_the_models(toy: Toy) -> None:
+    config = checkpoint_at(toy.path).config()
+    ours, theirs = config.to_dict(), toy.model.config.to_dict()
+    if config.model_type != toy.model.config.model_type:
         return  # of another class that computes the same
-    unused = UNSAID | family.unsaid
+    unused = UNSAID | toy.family.unsaid
     differing = {key: (ours[key], theirs[key]) for key in theirs.keys() - unused if not same(ours[key], theirs[key])}
     assert not differing
 
@@ -88,12 +96,9 @@ def same(ours: Any, theirs: Any) -> bool:
     return bool(ours == theirs)
 
 
-@ALL
-def test_sizes_are_those_of_the_safetensors_release(name: str, tmp_path: Path) -> None:
-    family = TOYS[name]
-    model = converted.make(family, torch.bfloat16)
-    model.save_pretrained(tmp_path / "folder")
-    path = converted.write(tmp_path / "toy.gguf", family, model, Type.BF16)
+def test_sizes_are_those_of_the_safetensors_release(toy: Toy, tmp_path: Path) -> None:
+    toy.model.save_pretrained(tmp_path / "folder")
+    path = converted.write(tmp_path / "toy.gguf", toy.family, toy.model, Type.BF16)
     ours, theirs = (read_spec(place, configure(context_tokens=32)) for place in (path, tmp_path / "folder"))
     assert ours.weights_bytes == theirs.weights_bytes and ours.experts_bytes == theirs.experts_bytes
     assert ours.anatomy == theirs.anatomy
@@ -258,12 +263,9 @@ def test_the_text_part_of_a_model_of_images(tmp_path: Path, open_model: Open) ->
     assert_near(steps(ours, ids), steps(library, ids), 1e-4)
 
 
-@ALL
-def test_entries_that_are_missing_or_odd_are_errors_or_harmless(name: str, tmp_path: Path) -> None:
-    family = TOYS[name]
-    path = converted.write(tmp_path / "toy.gguf", family, converted.make(family))
-    header = read_gguf_header(path)
-    entries = entries_of(header, checkpoint_at(path).tensors())
+def test_entries_that_are_missing_or_odd_are_errors_or_harmless(toy: Toy) -> None:
+    header = read_gguf_header(toy.path)
+    entries = entries_of(header, checkpoint_at(toy.path).tensors())
     for key in entries.values:
         others = {other: value for other, value in entries.values.items() if other != key}
         for odd in (None, 0, -1, 2**40, "x", [], [1], True):
