@@ -14,8 +14,8 @@ from smoe.cli import console, session
 from smoe.cli.console import Patience, doing, speaking
 
 TITLES = {
-    "generate": ["importing the libraries", "reading the headers of", "loading the non-expert weights of"],
-    "chat": ["importing the libraries", "reading the headers of", "loading the non-expert weights of"],
+    "generate": ["importing the libraries", "reading the headers of", "loading "],
+    "chat": ["importing the libraries", "reading the headers of", "loading "],
     "doctor": ["importing the libraries"],
 }
 

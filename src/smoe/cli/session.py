@@ -184,7 +184,7 @@ class _Watch:
     """
 
     def __init__(self, model: str) -> None:
-        self._bar = Patience(f"loading the non-expert weights of {model}", self._amount)
+        self._bar = Patience(f"loading {model} into memory", self._amount)
         self._process = psutil.Process()
         self._before = self._most = 0
 
