@@ -40,6 +40,10 @@ class Steps(NamedTuple):
     """Logits of the first new token and of every decode step after it."""
     tokens: torch.Tensor
 
+    def first(self, new_tokens: int) -> Steps:
+        """What a run with fewer new tokens gives."""
+        return Steps(self.prefill, self.logits[:new_tokens], self.tokens[:, : PROMPT_TOKENS + new_tokens])
+
 
 @torch.no_grad()
 def greedy(model: PreTrainedModel, prompt: torch.Tensor = PROMPT, new_tokens: int = NEW_TOKENS, **more: Any) -> Steps:

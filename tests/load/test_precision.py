@@ -20,7 +20,7 @@ from smoe.models.reference import reference_parameters
 from smoe.policy.budget import allocate
 from smoe.presets import configure
 from tests import gguf_toy, mxfp4_toy, oracle, zoo
-from tests.models.test_gguf_quantised import assert_near, steps
+from tests.models.test_gguf_quantised import PROMPT, assert_near, steps
 from tests.packs import contents_of, pack_folder
 
 Open = Callable[..., PreTrainedModel]
@@ -66,11 +66,9 @@ def test_logits_are_those_of_the_dequantised_model(
 ) -> None:
     folder = packed_toy(toy, family, precision, tmp_path / "model", torch.float32)
     theirs = dequantised(folder, precision, oracle.reference(folder))
-    full, least = (
-        steps(open_model(folder, budget, precision=precision), oracle.PROMPT) for budget in ("full", "minimum")
-    )
+    full, least = (steps(open_model(folder, budget, precision=precision), PROMPT) for budget in ("full", "minimum"))
     assert all(map(torch.equal, full, least)), "a result that hangs on the budget"
-    assert_near(full, steps(theirs, oracle.PROMPT), 1e-4)
+    assert_near(full, steps(theirs, PROMPT), 1e-4)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
@@ -79,7 +77,7 @@ def test_in_16_bits(family: str, kernels: str, toy: Callable[..., Path], open_mo
     folder = packed_toy(toy, family, "int4", tmp_path / "model", torch.bfloat16)
     theirs = dequantised(folder, "int4", oracle.reference(folder))
     ours = open_model(folder, "half", precision="int4", kernels=kernels, activations="dtype")
-    assert_near(steps(ours, oracle.PROMPT), steps(theirs, oracle.PROMPT), 0.04, others=2)
+    assert_near(steps(ours, PROMPT), steps(theirs, PROMPT), 0.04, others=2)
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
@@ -96,7 +94,7 @@ def test_biases_in_either_type(
     assert not store.is_staged
     assert bool(store.placement(min(store.layers), 0).pieces) is (stored is not computed)
     bound, others = (0.04, 2) if computed is torch.bfloat16 else (1e-4, 0)
-    assert_near(steps(ours, oracle.PROMPT), steps(theirs, oracle.PROMPT), bound, others)
+    assert_near(steps(ours, PROMPT), steps(theirs, PROMPT), bound, others)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +113,7 @@ def test_a_lower_copy_of_a_gguf_file(
     assert pack_folder(path, precision=precision) == tmp_path / f"toy.gguf.experts.{precision}.smoe"
     dequantised(path, precision, theirs, most)
     ours = open_model(path, "half", precision=precision, activations="dtype")
-    assert_near(steps(ours, oracle.PROMPT), steps(theirs, oracle.PROMPT), 0.04, others=2)
+    assert_near(steps(ours, PROMPT), steps(theirs, PROMPT), 0.04, others=2)
 
 
 @pytest.mark.parametrize("precision", ["int3", "int2"])
@@ -124,7 +122,7 @@ def test_a_lower_copy_of_experts_in_mxfp4(precision: str, open_model: Open, tmp_
     pack_folder(tmp_path / "model", precision=precision)
     dequantised(tmp_path / "model", precision, theirs)
     ours = open_model(tmp_path / "model", "half", precision=precision, activations="dtype")
-    assert_near(steps(ours, oracle.PROMPT), steps(theirs, oracle.PROMPT), 0.04, others=2)
+    assert_near(steps(ours, PROMPT), steps(theirs, PROMPT), 0.04, others=2)
 
 
 def test_the_same_budget_holds_more_experts(toy: Callable[..., Path], tmp_path: Path) -> None:
@@ -173,7 +171,7 @@ def test_a_scale_that_is_no_number_is_named(
     packed.path.write_bytes(data)
     said = rf"experts\.{precision}\.smoe: .*gate_up_proj of expert 0 in layer 0.* NaN or infinite in {form}; run smoe"
     with pytest.raises(CheckpointError, match=said):
-        steps(open_model(folder, "full", precision=precision), oracle.PROMPT)
+        steps(open_model(folder, "full", precision=precision), PROMPT)
 
 
 def test_a_precision_of_a_gguf_file_must_have_been_packed(open_model: Open, tmp_path: Path) -> None:

@@ -27,14 +27,12 @@ from smoe.models.model_sizes import model_sizes
 from smoe.models.quantised_linear import QuantisedLinear
 from smoe.models.read_spec import read_spec
 from smoe.presets import configure
-from tests import families, gguf_toy, oracle, zoo
+from tests import families, gguf_toy, zoo
 from tests import gguf_converted as converted
 from tests.gguf_windowed import TOYS
-from tests.models.test_gguf_quantised import assert_near, steps
+from tests.models.test_gguf_quantised import PROMPT, assert_near, steps
 
 Open = Callable[..., PreTrainedModel]
-PROMPT = oracle.PROMPT[:, :18]
-"""Behind a prompt that is longer than windows are, as many tokens as are compressed together, and two more."""
 UNSAID = {
     "_name_or_path",
     "architectures",
@@ -114,7 +112,7 @@ def test_matrices_whose_rows_move_stay_quantised(tmp_path: Path, open_model: Ope
     mixed = converted.write(tmp_path / "mixed.gguf", family, model, Type.Q8_0, wide="attn_gate|ffn_gate_inp|ssm_ba")
     ours = open_model(mixed, "half", dtype="float32")
     assert not isinstance(ours.model.layers[0].linear_attn.in_proj_qkvz, QuantisedLinear)
-    assert_near(steps(ours, oracle.PROMPT), steps(model, oracle.PROMPT), 1e-4)
+    assert_near(steps(ours, PROMPT), steps(model, PROMPT), 1e-4)
 
 
 @pytest.mark.parametrize("name", ["qwen35moe", "qwen3next", "deepseek2 V3", "deepseek2 GLM-4.7-Flash"])
@@ -126,7 +124,7 @@ def test_layers_that_guess_further_tokens_are_left_out(name: str, tmp_path: Path
     path = converted.write(tmp_path / "toy.gguf", family, model, tensors=tensors, **more)
     assert checkpoint_at(path).config().num_hidden_layers == 4
     ours = open_model(path, "half", dtype="float32")
-    assert_near(steps(ours, oracle.PROMPT), steps(model, oracle.PROMPT), 1e-4)
+    assert_near(steps(ours, PROMPT), steps(model, PROMPT), 1e-4)
 
 
 def test_mimo_as_published_later(tmp_path: Path, open_model: Open) -> None:
@@ -146,7 +144,7 @@ def test_mimo_as_published_later(tmp_path: Path, open_model: Open) -> None:
     }
     path = converted.write(tmp_path / "toy.gguf", family, model, tensors=tensors, metadata=more)
     ours = open_model(path, "half", dtype="float32")
-    assert_near(steps(ours, oracle.PROMPT), steps(model, oracle.PROMPT), 1e-4)
+    assert_near(steps(ours, PROMPT), steps(model, PROMPT), 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +194,7 @@ def test_early_files_of_latent_attention(tmp_path: Path, open_model: Open) -> No
     }
     path = converted.write(tmp_path / "toy.gguf", family, model, tensors={**parts, **whole}, metadata=early)
     ours = open_model(path, "half", dtype="float32")
-    assert_near(steps(ours, oracle.PROMPT), steps(model, oracle.PROMPT), 1e-4)
+    assert_near(steps(ours, PROMPT), steps(model, PROMPT), 1e-4)
 
 
 def test_parts_that_do_not_make_the_weight(tmp_path: Path) -> None:
@@ -259,7 +257,7 @@ def test_the_text_part_of_a_model_of_images(tmp_path: Path, open_model: Open) ->
         dense=Type.F32,
     )
     ours = open_model(path, "half", dtype="float32")
-    ids = oracle.PROMPT.clamp(max=110)  # without the numbers that stand for images
+    ids = PROMPT.clamp(max=110)  # without the numbers that stand for images
     assert_near(steps(ours, ids), steps(library, ids), 1e-4)
 
 

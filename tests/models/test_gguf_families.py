@@ -22,8 +22,8 @@ from smoe.memory.gguf_header import GgufHeader, read_gguf_header
 from smoe.memory.safetensors_index import FileIdentity
 from smoe.models import gguf_families
 from smoe.models.checkpoint import checkpoint_at
-from tests import gguf_toy, oracle, zoo
-from tests.models.test_gguf_quantised import assert_near, steps
+from tests import gguf_toy, zoo
+from tests.models.test_gguf_quantised import PROMPT, assert_near, steps
 
 Open = Callable[..., PreTrainedModel]
 FAMILIES = tuple(gguf_toy.ARCHITECTURES)
@@ -34,11 +34,9 @@ def test_logits_are_those_of_the_dequantised_model(family: str, tmp_path: Path, 
     """Experts in two formats by the layer, other matrices in a third; whatever the budget. (Tokens that look back to
     one for which a router chose another expert differ, too.)"""
     path, theirs = gguf_toy.quantised(tmp_path / "toy.gguf", "MXFP4", family)
-    full, minimum = (
-        steps(open_model(path, budget, activations="dtype"), oracle.PROMPT) for budget in ("full", "minimum")
-    )
+    full, minimum = (steps(open_model(path, budget, activations="dtype"), PROMPT) for budget in ("full", "minimum"))
     assert all(map(torch.equal, full, minimum)), "a result that hangs on the budget"
-    assert_near(full, steps(theirs, oracle.PROMPT), 0.04, others=4)
+    assert_near(full, steps(theirs, PROMPT), 0.04, others=4)
 
 
 @pytest.mark.parametrize("mixture", ["MXFP4", "Q4_K_M"])
@@ -47,15 +45,15 @@ def test_in_32_bits_they_are_equal_but_for_the_last_ones(
     family: str, mixture: str, tmp_path: Path, open_model: Open
 ) -> None:
     path, theirs = gguf_toy.quantised(tmp_path / "toy.gguf", mixture, family, torch.float32)
-    ours = steps(open_model(path, "half", dtype="float32"), oracle.PROMPT)
-    assert_near(ours, steps(theirs, oracle.PROMPT), 1e-4)
+    ours = steps(open_model(path, "half", dtype="float32"), PROMPT)
+    assert_near(ours, steps(theirs, PROMPT), 1e-4)
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt_oss"])
 def test_plain_numbers_are_the_models_bit_for_bit(family: str, tmp_path: Path, open_model: Open) -> None:
     model = gguf_toy.make(family, dtype=torch.bfloat16)
     path = gguf_toy.write(tmp_path / "toy.gguf", model)
-    assert all(map(torch.equal, steps(open_model(path, "half"), oracle.PROMPT), steps(model, oracle.PROMPT)))
+    assert all(map(torch.equal, steps(open_model(path, "half"), PROMPT), steps(model, PROMPT)))
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt_oss"])
@@ -63,8 +61,8 @@ def test_quantised_matrices_beside_plain_experts(family: str, tmp_path: Path, op
     model = gguf_toy.make(family, shared_expert_intermediate_size=64)
     path = gguf_toy.write(tmp_path / "toy.gguf", model, dense=Type.Q8_0)
     gguf_toy.take_weights(model, path)
-    ours = steps(open_model(path, "half", dtype="float32"), oracle.PROMPT)
-    assert_near(ours, steps(model, oracle.PROMPT), 1e-4)
+    ours = steps(open_model(path, "half", dtype="float32"), PROMPT)
+    assert_near(ours, steps(model, PROMPT), 1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -103,7 +101,7 @@ def test_gpt_oss_on_an_emulated_device(tmp_path: Path, open_model: Open) -> None
     path, theirs = gguf_toy.quantised(tmp_path / "toy.gguf", "MXFP4", "gpt_oss", torch.float32)
     switches = {"dtype": "float32", "device": "emulated", "dilation": 20.0, "balance": "optimal"}
     ours = open_model(path, "half", host_memory_bytes=8 * 2**17, **switches)
-    assert_near(steps(ours, oracle.PROMPT[:, :14]), steps(theirs, oracle.PROMPT[:, :14]), 1e-4)
+    assert_near(steps(ours, PROMPT[:, :14]), steps(theirs, PROMPT[:, :14]), 1e-4)
     ours.offload.executor.table.check()
 
 
@@ -112,7 +110,7 @@ def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path, open_mode
     model = gguf_toy.make("glm4_moe", dtype=torch.bfloat16)
     more = {"blk.4.nextn.eh_proj.weight": torch.ones(64, 128), "blk.4.ffn_up_exps.weight": torch.ones(8, 32, 64)}
     path = gguf_toy.write(tmp_path / "toy.gguf", model, tensors=more)
-    assert all(map(torch.equal, steps(open_model(path, "half"), oracle.PROMPT), steps(model, oracle.PROMPT)))
+    assert all(map(torch.equal, steps(open_model(path, "half"), PROMPT), steps(model, PROMPT)))
     path = gguf_toy.write(tmp_path / "odd.gguf", model, tensors={"blk.5.attn_q.weight": torch.ones(64, 64)})
     with pytest.raises(UnsupportedModelError, match=r"'blk.5.attn_q.weight'.*does not have"):
         from_pretrained(path, memory="64MiB")
@@ -138,10 +136,10 @@ def test_early_files_have_a_tensor_for_every_expert(kind: Type, tmp_path: Path, 
     path = gguf_toy.write(tmp_path / "new.gguf", model, experts=kind, dense=kind)
     early = gguf_toy.write(tmp_path / "early.gguf", model, dense=kind, tensors=apart(model))
     assert "blk.3.ffn_up.7.weight" in checkpoint_at(early).tensors()
-    ours, theirs = (steps(open_model(each, "half", dtype="float32"), oracle.PROMPT) for each in (early, path))
+    ours, theirs = (steps(open_model(each, "half", dtype="float32"), PROMPT) for each in (early, path))
     assert all(map(torch.equal, ours, theirs))
     gguf_toy.take_weights(model, path)
-    assert_near(ours, steps(model, oracle.PROMPT), 1e-4)
+    assert_near(ours, steps(model, PROMPT), 1e-4)
 
 
 def apart(model: PreTrainedModel) -> dict[str, torch.Tensor | None]:

@@ -29,7 +29,7 @@ from smoe.models.released_schemes import scheme_of
 from smoe.models.released_tensors import joined
 from smoe.presets import configure
 from tests import oracle, released_toy
-from tests.models.test_gguf_quantised import assert_near, steps
+from tests.models.test_gguf_quantised import PROMPT, assert_near, steps
 from tests.packs import pack_folder
 from tests.released_toy import SCHEMES, Tensors
 
@@ -43,29 +43,29 @@ FIRST = "model.layers.0.mlp.experts.0.gate_proj"
 
 @served
 def test_logits_are_those_of_the_dequantised_model(name: str, tmp_path: Path, open_model: Open) -> None:
-    wanted = steps(released_toy.save(tmp_path, SCHEMES[name]), oracle.PROMPT)
+    wanted = steps(released_toy.save(tmp_path, SCHEMES[name]), PROMPT)
     model = open_model(tmp_path, "minimum", activations="dtype")
-    minimum = steps(model, oracle.PROMPT)
+    minimum = steps(model, PROMPT)
     assert_near(minimum, wanted, 0.04)
     assert sum(isinstance(module, QuantisedLinear) for module in model.modules()) == 4 * 4
     if name in OF_EACH_KIND:
-        full = steps(open_model(tmp_path, "full", activations="dtype"), oracle.PROMPT)
+        full = steps(open_model(tmp_path, "full", activations="dtype"), PROMPT)
         assert all(map(torch.equal, full, minimum)), "a result that hangs on the budget"
 
 
 @served
 def test_in_32_bits_they_are_equal_but_for_the_last_ones(name: str, tmp_path: Path, open_model: Open) -> None:
     """And so, of a kind each, where the layers beside the experts are unpacked at load."""
-    wanted = steps(released_toy.save(tmp_path, SCHEMES[name], dtype=torch.float32), oracle.PROMPT)
+    wanted = steps(released_toy.save(tmp_path, SCHEMES[name], dtype=torch.float32), PROMPT)
     for more in ({}, {"dense_precision": "dtype"}) if name in OF_EACH_KIND else ({},):
-        assert_near(steps(open_model(tmp_path, "half", dtype="float32", **more), oracle.PROMPT), wanted, 1e-5)
+        assert_near(steps(open_model(tmp_path, "half", dtype="float32", **more), PROMPT), wanted, 1e-5)
 
 
 @pytest.mark.parametrize("said", [released_toy.FP8, {**released_toy.FP8, "weight_block_size": None}], ids=str)
 def test_experts_of_a_layer_in_one_tensor(said: dict[str, Any], tmp_path: Path, open_model: Open) -> None:
     theirs = released_toy.save(tmp_path, said, is_fused=True, dtype=torch.float32, moe_intermediate_size=256)
-    wanted, budgets = steps(theirs, oracle.PROMPT), ("full", "minimum")
-    full, minimum = (steps(open_model(tmp_path, budget, dtype="float32"), oracle.PROMPT) for budget in budgets)
+    wanted, budgets = steps(theirs, PROMPT), ("full", "minimum")
+    full, minimum = (steps(open_model(tmp_path, budget, dtype="float32"), PROMPT) for budget in budgets)
     assert all(map(torch.equal, full, minimum)), "a result that hangs on the budget"
     assert_near(full, wanted, 1e-5)
 
@@ -86,8 +86,8 @@ def test_deepseek_v3_as_it_was_released(tmp_path: Path, open_model: Open) -> Non
     """Attention by way of fewer numbers, in fp8 as well; a matrix whose rows are no whole blocks of 128."""
     sizes = {"dtype": torch.float32, "head_dim": 8, **LATENT}
     theirs = released_toy.save(tmp_path, released_toy.FP8, _further_tokens, family="deepseek_v3", **sizes)
-    wanted, budgets = steps(theirs, oracle.PROMPT), ("full", "minimum")
-    full, minimum = (steps(open_model(tmp_path, budget, dtype="float32"), oracle.PROMPT) for budget in budgets)
+    wanted, budgets = steps(theirs, PROMPT), ("full", "minimum")
+    full, minimum = (steps(open_model(tmp_path, budget, dtype="float32"), PROMPT) for budget in budgets)
     assert all(map(torch.equal, full, minimum)), "a result that hangs on the budget"
     assert_near(full, wanted, 1e-5)
 
@@ -138,14 +138,14 @@ def test_pieces_may_end_anywhere(name: str, rows: int, tmp_path: Path) -> None:
 def test_what_is_packed_as_it_is_has_the_same_bits(name: str, tmp_path: Path, open_model: Open) -> None:
     """Each expert one read straight into its slot, and nothing is turned on its way any more."""
     released_toy.save(tmp_path, SCHEMES[name])
-    wanted = steps(open_model(tmp_path, "half"), oracle.PROMPT)
+    wanted = steps(open_model(tmp_path, "half"), PROMPT)
     path = pack_folder(tmp_path)
     assert path.name == "experts.stored.smoe"
     for budget in ("full", "minimum"):
         model = open_model(tmp_path, budget)
         store = model.offload.store
         assert store.paths() == [path] and not store.is_staged
-        assert all(map(torch.equal, steps(model, oracle.PROMPT), wanted))
+        assert all(map(torch.equal, steps(model, PROMPT), wanted))
     matrices = matrices_of(tmp_path)
     parts = [assembled(matrices[f"model.layers.1.mlp.experts.3.{part}_proj.weight"]) for part in ("gate", "up", "down")]
     expert = b"".join(part.numpy().tobytes() for part in parts)
@@ -224,7 +224,7 @@ def test_bad_files_are_refused_by_name(what: str, tmp_path: Path) -> None:
     released_toy.save(tmp_path, SCHEMES[name], change=change)
     with pytest.raises(CheckpointError, match=message) as caught:
         model = from_pretrained(tmp_path, memory="1GiB", context_tokens=64)
-        steps(model, oracle.PROMPT)
+        steps(model, PROMPT)
     assert "experts.0.gate_proj" in str(caught.value) or "experts 0 and 1" in str(caught.value)
 
 
