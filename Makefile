@@ -17,8 +17,8 @@ GPU_OUT    ?= runs/gpu
 # The suite runs on all cores, four at most: a process of it takes up to a gigabyte. Each begins with tests that follow
 # each other, and so share what they have made, and helps the others out when it is done.
 JOBS   ?= -n auto --maxprocesses 4 --dist worksteal
-# What one run has compiled of our kernels, the next one takes.
-CODE   := --object-code build/kernels
+# What one run has compiled of our kernels, the next one takes. With a space, pytest would take the folder for one of tests.
+CODE   := --object-code=build/kernels
 
 # Where the environment says that Python shall not keep what it has compiled, every start of a process would compile the
 # libraries anew: seven seconds of ten.
