@@ -56,7 +56,7 @@ def test_a_plan_without_libraries_counts_the_tokenizer(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("words", [("generate", "-p", "Hello"), ("serve", "--port", "0"), ("chat",)])
-def test_the_tokenizer_is_built_before_the_model(
+def test_the_tokenizer_is_built_before_the_budget_is_divided(
     words: tuple[str, ...], run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Would catch one that is built while experts fill the budget: 230 MiB for a moment, for 152,000 tokens."""
@@ -67,14 +67,14 @@ def test_the_tokenizer_is_built_before_the_model(
         order.append("tokenizer")
         return build(*arguments)
 
-    def model(*arguments: Any) -> Any:
-        order.append("model")
+    def divide(*arguments: Any) -> Any:
+        order.append("budget")
         raise ConfigError("far enough")
 
-    monkeypatch.setattr("smoe.load.tokenizer.load_tokenizer", tokenizer)
-    monkeypatch.setattr("smoe.cli.session.load", model)
+    monkeypatch.setattr("smoe.cli.session.load_tokenizer", tokenizer)
+    monkeypatch.setattr("smoe.load.pretrained.divide", divide)
     assert "far enough" in run(words[0], checkpoint, *words[1:], "--memory", "16MiB").err
-    assert order == ["tokenizer", "model"]
+    assert order == ["tokenizer", "budget"]
 
 
 def test_what_takes_nothing_is_no_line(run, checkpoint, monkeypatch):

@@ -108,14 +108,12 @@ def _measure_cells(
     from smoe.benchmark.cells import fitting
     from smoe.cli.console import warn
     from smoe.cli.interrupts import exit_code, print_interrupted
-    from smoe.cli.session import loaded
-    from smoe.load.tokenizer import load_tokenizer
+    from smoe.cli.session import loaded_with_tokenizer
 
     config = _config(model, engine, cells)
     if config.context_tokens is not None and not fitting(cells, config.context_tokens):
         raise _no_cell(config.context_tokens, cells)
-    with loaded(model, config, engine.revision) as ready:
-        tokenizer = load_tokenizer(model, engine.revision)
+    with loaded_with_tokenizer(model, config, engine.revision) as (ready, tokenizer):
         offload: Any = ready.offload
         possible = fitting(cells, offload.context_tokens)
         if len(possible) < len(cells):

@@ -66,10 +66,9 @@ def command(
 
     settings = in_container(engine.config())
     import_libraries(model, settings)
-    from smoe.cli.session import loaded
+    from smoe.cli.session import loaded_with_tokenizer
     from smoe.conversation.template_file import read_template
     from smoe.generation.chat import Chat
-    from smoe.load.tokenizer import load_tokenizer
 
     if stdin() is None:
         raise ConfigError(
@@ -77,8 +76,7 @@ def command(
         )
     _sampling(sampling, None)  # bad values are refused before the model is loaded
     template = None if chat_template is None else read_template(chat_template)
-    tokenizer = load_tokenizer(model, engine.revision, template)
-    with loaded(model, settings, engine.revision) as ready:
+    with loaded_with_tokenizer(model, settings, engine.revision, template) as (ready, tokenizer):
         chosen = _sampling(sampling, ready)
         chat = Chat(ready, tokenizer, chosen, parses_control_tokens=parse_control_tokens)
         if model == "demo":

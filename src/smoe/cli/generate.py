@@ -186,16 +186,15 @@ def _run(
     elif tpot is not None:
         config = substituting(engine, len(texts))
     import_libraries(model, config)
-    from smoe.cli.session import loaded
+    from smoe.cli.session import loaded_with_tokenizer
     from smoe.generation.generate import generate
-    from smoe.load.tokenizer import load_tokenizer
     from smoe.models.files import fetch
     from smoe.report.prompt_layers import PromptLayers
     from smoe.report.run import report_on
 
-    tokenizer = load_tokenizer(model, engine.revision)
+    most = sampling.max_new_tokens
     with (
-        loaded(model, config, engine.revision, texts, sampling.max_new_tokens) as ready,
+        loaded_with_tokenizer(model, config, engine.revision, None, texts, most) as (ready, tokenizer),
         _shown(ready, model, texts, watch) as say,
     ):
         if tpot is not None:

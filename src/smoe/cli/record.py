@@ -160,13 +160,13 @@ def record(
     """Record the routing while the model continues `texts`, or reads at most `tokens` of their tokens. Return the
     counts for JSON."""
     from smoe.cli.console import Patience
-    from smoe.cli.session import loaded
-    from smoe.load.tokenizer import load_tokenizer
+    from smoe.cli.session import loaded_with_tokenizer
     from smoe.trace.recorder import recording
 
-    config = options.config()
-    with loaded(model, config, options.revision, texts if tokens is None else (), sampling.max_new_tokens) as ready:
-        tokenizer, offload = load_tokenizer(model, options.revision), cast("Engine", ready.offload)
+    config, checked = options.config(), texts if tokens is None else ()
+    loading = loaded_with_tokenizer(model, config, options.revision, None, checked, sampling.max_new_tokens)
+    with loading as (ready, tokenizer):
+        offload = cast("Engine", ready.offload)
         documents = _cut(tokenizer, texts, tokens, offload.context_tokens) if tokens is not None else []
         batches = _batches(tokenizer, texts, offload) if tokens is None else []
         rows = sum(map(len, documents)) + sum(_most_tokens(batch, sampling, offload) for batch in batches)

@@ -288,8 +288,7 @@ def _serve(
 
     settings = _with_libraries(model, in_container(engine.config(SERVED_SEQUENCES)), note)
     from smoe.cli.prompt_bar import PromptBar
-    from smoe.cli.session import loaded
-    from smoe.load.tokenizer import load_tokenizer
+    from smoe.cli.session import loaded_with_tokenizer
 
     with doing("importing the libraries of the server"):
         from smoe.server.first_pass import first_pass
@@ -306,8 +305,7 @@ def _serve(
         with suppress(OSError):
             note(text, is_asked=True)
 
-    tokenizer = load_tokenizer(model, engine.revision, template)
-    with loaded(model, settings, engine.revision) as ready:
+    with loaded_with_tokenizer(model, settings, engine.revision, template) as (ready, tokenizer):
         serving = Serving(ready, tokenizer, name, config)
         if not serving.prompts.has_template:
             note(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,8 @@ from smoe.generation.generate import encode
 from smoe.load.draft_model import is_apart, placed_draft
 from smoe.load.ledger import WHOLE_FITS
 from smoe.load.pretrained import load
-from smoe.models.checkpoint import whole_checkpoint
+from smoe.load.tokenizer import load_tokenizer
+from smoe.models.checkpoint import Checkpoint, whole_checkpoint
 from smoe.models.files import local_place
 from smoe.models.finish_spec import position_limit
 from smoe.policy.budget import Ledger
@@ -31,13 +32,43 @@ _log = logging.getLogger(__name__)
 
 
 @contextmanager
+def loaded_with_tokenizer(
+    model: str,
+    config: EngineConfig,
+    revision: str | None,
+    template: str | None = None,
+    prompts: Sequence[str] = (),
+    new_tokens: int = 1,
+) -> Iterator[tuple[PreTrainedModel, Any]]:
+    """Yield the model as `loaded` does, and its tokenizer, with `template` in place of its own chat template.
+
+    The tokenizer is built before the budget is divided: 150,000 tokens take 230 MiB for a moment. `prompts` that are
+    empty, or too long for `new_tokens` more tokens, are refused before the weights are read.
+    """
+    built = list[Any]()
+
+    def build() -> None:
+        built.append(load_tokenizer(model, revision, template))
+
+    def check(ledger: Ledger) -> None:
+        _check_prompts(built[0], prompts, ledger.demand.context_tokens, new_tokens, whole_checkpoint(model, revision))
+
+    with loaded(model, config, revision, build, check) as ready:
+        yield ready, built[0]
+
+
+@contextmanager
 def loaded(
-    model: str, config: EngineConfig, revision: str | None, prompts: Sequence[str] = (), new_tokens: int = 1
+    model: str,
+    config: EngineConfig,
+    revision: str | None,
+    on_examined: Callable[[], None] = lambda: None,
+    on_ledger: Callable[[Ledger], None] = lambda ledger: None,
 ) -> Iterator[PreTrainedModel]:
     """Yield the loaded model with its engine, which is closed after the `with` block. Print the memory budget, the
     reason for its size, and its parts.
 
-    `prompts` that are empty, or too long for `new_tokens` more tokens, are refused before the weights are read.
+    `on_examined` and `on_ledger` are called as by `load`, before the weights are read.
     """
     transformers.logging.set_verbosity_error()
     warn_if_unwritable()
@@ -45,7 +76,7 @@ def loaded(
 
     def start(ledger: Ledger) -> None:
         opening.stop()
-        _check_prompts(model, revision, prompts, ledger.demand.context_tokens, new_tokens)
+        on_ledger(ledger)
         if config.cluster is not None:
             note(_open_to(config.cluster))
             awaited = format_count(config.cluster_workers, "worker")
@@ -61,7 +92,7 @@ def loaded(
     if local_place(model) is not None:  # a download has bars of its own
         opening.start()
     try:
-        ready = load(model, config, revision, start, watch.lock, warn, check)
+        ready = load(model, config, revision, start, watch.lock, warn, check, on_examined)
     finally:
         opening.stop()
         checking.stop()
@@ -92,14 +123,13 @@ def loaded(
 
 
 def _check_prompts(
-    model: str, revision: str | None, prompts: Sequence[str], context_tokens: int, new_tokens: int
+    tokenizer: Any, prompts: Sequence[str], context_tokens: int, new_tokens: int, checkpoint: Checkpoint
 ) -> None:
-    """Raise `ConfigError` for an empty prompt, and `ContextError` for one that is too long. The tokenizer is loaded
-    only if a prompt may be one of these: a token is seldom shorter than a byte."""
+    """Raise `ConfigError` for an empty prompt, and `ContextError` for one that is too long. Prompts are encoded only if
+    one may be such a prompt: a token is seldom shorter than a byte."""
     if not any(not each.strip() or len(each.encode()) >= context_tokens for each in prompts):
         return
-    checkpoint = whole_checkpoint(model, revision)
-    longest = max(map(len, encode(checkpoint.tokenizer(), prompts)))
+    longest = max(map(len, encode(tokenizer, prompts)))
     if longest >= context_tokens:
         raise ContextError.of_prompt(longest, context_tokens, position_limit(checkpoint.config()), new_tokens)
 

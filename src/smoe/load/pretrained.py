@@ -101,17 +101,20 @@ def load(
     on_host_tier: Callable[[int], None] | None = None,
     on_shortage: Callable[[str], None] = _log.warning,
     on_pack_bytes: OnBytes = lambda done, total: None,
+    on_examined: Callable[[], None] = lambda: None,
 ) -> OffloadedModel:
     """Load a model as `from_pretrained` does, with the settings `config`.
 
-    `on_ledger` is called with the division of the budget before anything large is read. `on_host_tier` is called with
-    the bytes of host memory that will be locked for a GPU. `on_shortage` is called with a message if more memory is
-    requested than is free. `on_pack_bytes` is called with the progress of comparing a packed file with its checksums,
-    which is done once per machine.
+    `on_examined` is called when the model is known to be supported, before the budget is divided: what it allocates
+    counts as memory of the libraries. `on_ledger` is called with the division of the budget before anything large is
+    read. `on_host_tier` is called with the bytes of host memory that will be locked for a GPU. `on_shortage` is called
+    with a message if more memory is requested than is free. `on_pack_bytes` is called with the progress of comparing a
+    packed file with its checksums, which is done once per machine.
     """
     collect_dropped()
-    note_start()
     resolved = resolve(model, config, revision)
+    on_examined()
+    note_start()
     divided = divide(resolved)
     for sentence in shortages_of(divided.config, divided.ledger, resolved.device):
         on_shortage(sentence)
