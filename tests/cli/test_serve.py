@@ -320,7 +320,11 @@ def test_a_model_is_named_after_its_path_as_it_was_given(
 
 
 def test_the_last_lines_count_a_request_once(capsys: pytest.CaptureFixture[str]) -> None:
-    counts: dict[str, Any] = {**dict.fromkeys((field.name for field in fields(Totals)), 0), "hit_ratio": None}
+    counts: dict[str, Any] = {
+        **dict.fromkeys((field.name for field in fields(Totals)), 0),
+        "hit_ratio": None,
+        "process": None,
+    }
     for given, expected in (
         ({"requests": 1}, "answered        1 request\n"),
         ({"requests": 12, "refused_requests": 8}, "answered        4 of 12 requests, 8 refused\n"),
