@@ -190,14 +190,17 @@ def outside_budget(spec: ModelSpec, config: EngineConfig) -> dict[str, int]:
 
 
 def shortages_of(config: EngineConfig, ledger: Ledger, device: AnyDevice) -> list[str]:
-    """Return messages about requested memory that is not free: one for the part of the budget that the model uses and
-    one for a host tier, if they exceed the free memory."""
+    """Return messages about requested memory that is not free: one for the budget and one for a host tier, if they
+    exceed the free memory."""
     host_bytes = config.host_memory_bytes or 0
     if device.type == "cpu":
         both = " and `host_memory`" if config.device == EMULATED and host_bytes else ""
-        found = [shortage(f"a budget{both}", ledger.total_bytes + (host_bytes if both else 0))]
+        host_bytes = host_bytes if both else 0
+        asked, used = ledger.budget_bytes + host_bytes, ledger.total_bytes + host_bytes
+        found = [shortage(f"a budget{both}", asked, used_bytes=used)]
     else:
-        found = [shortage("a budget", ledger.total_bytes, device), shortage("`host_memory`", host_bytes)]
+        of_device = shortage("a budget", ledger.budget_bytes, device, ledger.total_bytes)
+        found = [of_device, shortage("`host_memory`", host_bytes)]
     return [each for each in found if each is not None]
 
 

@@ -97,15 +97,16 @@ def less_margin(free_bytes: int) -> int:
     return max(0, free_bytes - max(MIN_MARGIN_BYTES, int(free_bytes * MARGIN_SHARE)))
 
 
-def shortage(what: str, asked_bytes: int, device: AnyDevice | None = None) -> str | None:
-    """Return a message if `what` needs more memory of the host (or of a GPU) than is free; None if there is enough."""
+def shortage(what: str, asked_bytes: int, device: AnyDevice | None = None, used_bytes: int | None = None) -> str | None:
+    """Return a message if `what` asks for more memory of the host (or of a GPU) than is free; None if there is enough.
+    `used_bytes`: the part of `asked_bytes` that will be used, if it is known."""
     if device is None or device.type == "cpu":
         left, source, advice = least_room()
     else:
         (left, source), advice = free_device_bytes(device), "close other programs"
     if asked_bytes <= left:
         return None
-    return (
-        f"{what} of {format_bytes(asked_bytes)} is above the {format_bytes(left)} that are free ({source}): the "
-        f"system may stop the process; give less, or {advice}"
-    )
+    excess = f"{what} of {format_bytes(asked_bytes)} is above the {format_bytes(left)} that are free ({source})"
+    if used_bytes is not None and used_bytes <= left:
+        return f"{excess}; the model uses only {format_bytes(used_bytes)} of it"
+    return f"{excess}: the system may stop the process; give less, or {advice}"
