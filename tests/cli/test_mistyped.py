@@ -55,7 +55,7 @@ def test_a_command_without_arguments_shows_its_help(run):
     assert command_line().commands.keys() >= {"generate", "launch"}
 
 
-@pytest.mark.skipif(os.name == "nt", reason="pipes of POSIX")
+@pytest.mark.skipif(os.name == "nt", reason="POSIX: pipes")
 @pytest.mark.parametrize("line", ["plan demo --memory 20MiB -q", "plan --help"])
 def test_a_reader_that_has_ended_ends_the_command_quietly(line, tmp_path):
     read, write = os.pipe()

@@ -298,6 +298,10 @@ class Patience:
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._show, name="smoe-progress", daemon=True)
 
+    def rename(self, title: str) -> None:
+        """Show another title from now on."""
+        self.title = title
+
     def start(self) -> None:
         self._thread.start()
 

@@ -224,7 +224,7 @@ class _Watch:
 
     def lock(self, nbytes: int) -> None:
         """Show that host memory for experts is allocated and locked, which is done with a GPU."""
-        self._bar.title = f"allocating {format_bytes(nbytes)} of host memory"
+        self._bar.rename(f"allocating {format_bytes(nbytes)} of host memory")
 
     def stop(self) -> None:
         self._bar.stop()
