@@ -207,7 +207,7 @@ def file(
 
 HUGE = 2**62
 DAMAGES: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "not a GGUF file"),
+    "empty": (b"", "bad.gguf is empty"),
     "another format": (b"PK\3\4" + bytes(100), "not a GGUF file"),
     "magic alone": (b"GGUF", "version ends behind"),
     "old": (file(version=1), "version 1"),

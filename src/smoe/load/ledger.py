@@ -162,7 +162,7 @@ def _in_process(
         ledger = allocate(budget, demand)
     except BudgetError as error:
         least = minimum_bytes(demand) + limit_bytes - room
-        taken = "".join(f"\n  {name:<40}{format_bytes(count):>12}" for name, count in outside.items())
+        taken = "".join(f"\n  {name:<40}{format_bytes(count):>12}" for name, count in outside.items() if count)
         raise BudgetError(
             f"a process of {format_bytes(limit_bytes)} cannot hold this model. Outside the memory budget, the "
             f"process needs{taken}\nThis leaves {format_bytes(max(0, room))} for the memory budget; "
