@@ -8,9 +8,11 @@ words of main's that are believed though they cannot be.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -176,3 +178,21 @@ def test_it_is_found_out_once_and_why_not_is_kept() -> None:
     known.begin()
     known.close()
     assert known.found is not None and described.parse_experts(sent(known.parts)).layers == SOME.layers
+
+
+def test_an_interrupt_that_leaves_a_socket_open_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal may come between the opening of a socket and the block that closes it."""
+    left, ended = list[Any](), threading.Event()
+
+    def interrupted(dealer: Any, me: Any) -> Any:
+        left.append(dealer.get_monitor_socket())
+        raise KeyboardInterrupt
+
+    def ask() -> None:
+        with suppress(KeyboardInterrupt):
+            described.ask(cast("Any", None), {})
+        ended.set()
+
+    monkeypatch.setattr(described, "watched", interrupted)
+    threading.Thread(target=ask, daemon=True).start()
+    assert ended.wait(10) and left

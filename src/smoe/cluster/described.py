@@ -136,7 +136,7 @@ def ask(me: Worker, fields: dict[str, Any]) -> Description:
                 if found is not None:
                     return found
     finally:
-        context.term()
+        context.destroy(linger=0)  # also a socket that an interrupt has left open, which `term` would wait for
 
 
 def _answer_of(me: Worker, parts: list[bytes]) -> Description | None:
