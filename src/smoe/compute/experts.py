@@ -40,7 +40,7 @@ class Experts:
         """For each layer, the kernel that computes one token through all its experts at once; None if there is no such
         kernel."""
         pool = self.spinning_pool
-        self.adapt: Callable[[bool, bool], None] = _keep if pool is None else pool.adapt
+        self.adapt: Callable[[bool, bool], None] = _adapt_nothing if pool is None else pool.adapt
         """Adapts the threads of smoe's kernels to the following jobs (`SpinningPool.adapt`)."""
 
     def by(
@@ -131,6 +131,6 @@ def _token_kernel(maths: Sequence[ExpertMath]) -> TokenExperts | None:
     return maths[0].kernels.token if usable else None
 
 
-def _keep(has_readers: bool, is_prompt: bool) -> None:
+def _adapt_nothing(has_readers: bool, is_prompt: bool) -> None:
     """Do nothing. This function replaces `SpinningPool.adapt` if the library computes, because smoe does not control
     the library's threads."""

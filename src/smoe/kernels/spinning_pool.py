@@ -151,6 +151,8 @@ class SpinningPool:
         """For each helper, the ticks for which it looks for work before it sleeps."""
         self._woken = threads - 1
         """The number of helpers that are woken for a long job."""
+        self._adapted = self._woken, _SPIN_CYCLES
+        """That number, and the clock cycles for which those helpers look for work."""
         self._competition = Competition()
         self._progress_at, self._tasks_at = self.word(tasks.PROGRESS), self.word(tasks.HEADER)
         self._ranges_at = self.word(tasks.RANGES)
@@ -183,13 +185,16 @@ class SpinningPool:
         If neither reading threads nor other programs need the cores, helpers look for work longer before they sleep: a
         helper that spins occupies the core to which the system would move this thread when another program takes this
         thread's core. If other programs compute, the last helper sleeps except for prompts: whenever such a program
-        took its core, all other threads would wait for its unit, several milliseconds in a job of some 50 us."""
+        took its core, all other threads would wait for its unit, several milliseconds in a job of some 50 us.
+        """
         is_busy = not has_readers and self._competition.is_there()
         sleeps = is_busy and not is_prompt
-        self._woken = self.threads - 1 - sleeps
-        ticks = _ticks(_SPIN_CYCLES if has_readers or is_busy else _SPIN_CYCLES_ALONE)
+        wanted = self.threads - 1 - sleeps, _SPIN_CYCLES if has_readers or is_busy else _SPIN_CYCLES_ALONE
+        if wanted == self._adapted:
+            return
+        self._adapted, (self._woken, cycles) = wanted, wanted
         for helper in range(self.threads - 1):
-            self._patience[helper] = ticks if helper < self._woken else 0
+            self._patience[helper] = _ticks(cycles) if helper < self._woken else 0
 
     def fetch_ahead(self, ahead: Ahead) -> None:
         """Set the memory that helpers prefetch while Python runs. It replaces memory that has not been prefetched
