@@ -187,9 +187,9 @@ class _PaperDecoding:
         if times.kv_is_due(number) and not times.is_early:
             nbytes += times.kv_message_bytes
         if times.is_early or times.is_sent(number):
-            self._events.at(self._up.use(wire.seconds(nbytes)) + wire.delay, partial(draft.tell, number))
+            self._events.at(self._up.use(wire.seconds(nbytes)) + wire.delay, partial(draft.reach, number))
         else:
-            draft.tell(number)  # it goes on by itself, and begins with main
+            draft.reach(number)  # it goes on by itself, and begins with main
 
     def _begin_layer(self, number: int, layer: int) -> None:
         self._layer_began = self._events.now

@@ -41,7 +41,7 @@ def heard() -> Heard:
 def following(heard: Heard) -> Following:
     """A draft is there; two layers of four experts, two named."""
     found = Following({}, {0: 4, 1: 4}, {0: 2, 1: 2}, 50)
-    found.tell(heard)
+    found.send_to(heard)
     found.reset(True)
     return found
 

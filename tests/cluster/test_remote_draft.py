@@ -89,7 +89,7 @@ class Heard:
 def listened(model: PreTrainedModel) -> Heard:
     """An observer of the draft model's predictions, in addition to the cluster."""
     heard: Any = Heard(cluster_of(model))
-    model.offload.executor.helpers[-1].tell(heard)
+    model.offload.executor.helpers[-1].send_to(heard)
     return heard
 
 

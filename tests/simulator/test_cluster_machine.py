@@ -26,8 +26,8 @@ class Bench:
         self.answers: dict[str, float] = {}
         self.loads: dict[str, int] = {}
 
-    def tell(self, when: float, *experts: int) -> None:
-        self.events.at(when, partial(self.machine.tell, keys(experts)))
+    def announce(self, when: float, *experts: int) -> None:
+        self.events.at(when, partial(self.machine.announce, keys(experts)))
 
     def ask(self, when: float, name: str, *experts: int) -> None:
         self.events.at(when, partial(self.machine.ask, keys(experts), partial(self._answered, name)))
@@ -59,7 +59,7 @@ def test_what_is_here_is_computed_first() -> None:
 def test_what_main_waits_for_shares_the_disk_with_what_was_told_ahead() -> None:
     """Two were told of: the first is under way, the asked one comes next, then the second."""
     bench = Bench(slots=4)
-    bench.tell(0.0, 1, 2)
+    bench.announce(0.0, 1, 2)
     bench.ask(1.0, "other", 3)
     bench.events.run()
     assert bench.answers == {"other": 2 * LOAD + EXPERT} and bench.machine.loads == [0.0, LOAD, 2 * LOAD]
@@ -67,7 +67,7 @@ def test_what_main_waits_for_shares_the_disk_with_what_was_told_ahead() -> None:
 
 def test_what_was_told_ahead_is_no_load_when_it_is_asked_for() -> None:
     bench = Bench(slots=2)
-    bench.tell(0.0, 1)
+    bench.announce(0.0, 1)
     bench.ask(1.0, "early", 1)
     bench.ask(9.0, "later", 1)
     bench.events.run()
@@ -78,7 +78,7 @@ def test_what_is_expected_is_forgotten_last() -> None:
     """Two slots: 1 is older, but will be asked for, so 3 takes the place of 2."""
     bench = Bench(slots=2)
     bench.machine.begin_with(keys([1, 2]))
-    bench.tell(0.0, 1)
+    bench.announce(0.0, 1)
     bench.ask(1.0, "third", 3)
     bench.ask(10.0, "first", 1)
     bench.ask(20.0, "second", 2)
@@ -89,8 +89,8 @@ def test_what_is_expected_is_forgotten_last() -> None:
 def test_what_it_is_told_anew_takes_the_place_of_what_it_was_told() -> None:
     """1 is under way; 2 has not begun, and is not brought in any more until it is asked for."""
     bench = Bench(slots=4)
-    bench.tell(0.0, 1, 2)
-    bench.tell(1.0, 3)
+    bench.announce(0.0, 1, 2)
+    bench.announce(1.0, 3)
     bench.ask(20.0, "second", 2)
     bench.events.run()
     assert bench.machine.loads == [0.0, LOAD, 20.0] and bench.loads == {"second": 1}

@@ -62,9 +62,9 @@ class Following:
 
     # -- for the model's thread ---------------------------------------------------------------------------------------
 
-    def tell(self, listener: Listener) -> None:
+    def send_to(self, listener: Listener) -> None:
         """Pass all predictions to `listener` as soon as they arrive, on the thread of the connections."""
-        self._draft_predictions.tell(listener)
+        self._draft_predictions.send_to(listener)
 
     def begin(self, token: int, cache: RowCache) -> None:
         """Let the draft model follow the token that the model decodes now; the earlier tokens are in the model's
@@ -97,7 +97,7 @@ class Following:
     def close(self) -> None:
         """Stop following the text. Repeated calls have no effect."""
         with self._lock:
-            self._draft_predictions.tell(None)
+            self._draft_predictions.send_to(None)
             self._draft_predictions.pause()
             self._cache = None
 

@@ -51,7 +51,7 @@ class DraftPredictions:
         """Return whether there are predictions of this step, because the draft model has started it."""
         return step in self._predicted
 
-    def tell(self, listener: Listener | None) -> None:
+    def send_to(self, listener: Listener | None) -> None:
         """Pass every prediction to `listener` from now on, as soon as it is made; None: to no object."""
         self._listener = listener
 

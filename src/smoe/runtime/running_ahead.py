@@ -56,9 +56,9 @@ class RunningAhead:
         self._is_ending = False
         self._thread: threading.Thread | None = None
 
-    def tell(self, listener: Listener) -> None:
+    def send_to(self, listener: Listener) -> None:
         """Make `listener` receive every prediction as soon as it is made."""
-        self._draft_predictions.tell(listener)
+        self._draft_predictions.send_to(listener)
 
     def begin(self, token: int, cache: RowCache) -> None:
         """Start to decode `token` with the draft model. It follows the tokens in the model's `cache`."""
@@ -94,7 +94,7 @@ class RunningAhead:
         """End the thread and the draft model's engine. Repeated calls have no effect."""
         with self._changed:
             self._is_ending = True
-            self._draft_predictions.tell(None)
+            self._draft_predictions.send_to(None)
             self._cancel_unless(None)
             self._changed.notify_all()
         if self._thread is not None:
@@ -163,7 +163,7 @@ class Ahead(Protocol):
     """A draft model that follows the model's text, on this or another machine. The model's thread calls its methods;
     `close` ends the draft model."""
 
-    def tell(self, listener: Listener) -> None:
+    def send_to(self, listener: Listener) -> None:
         """Make `listener` receive every prediction as soon as it is made, on any thread."""
 
     def begin(self, token: int, cache: RowCache) -> None:
@@ -196,7 +196,7 @@ class DraftRouting(Predictor):
             self.ahead.begin(int(ids), cache)
 
     def speak_to(self, listener: Listener) -> None:
-        self.ahead.tell(listener)
+        self.ahead.send_to(listener)
 
     def predict(self, sight: Sight) -> Iterator[Prediction]:
         now, after = self.ahead.predicted()

@@ -79,7 +79,7 @@ class SimulatedDraft:
         self._under_way: int | None = None
         self._is_right = True
 
-    def tell(self, token: int) -> None:
+    def reach(self, token: int) -> None:
         """Record that the coordinator has reached this token, and that the token, keys and values that are due have
         arrived at the draft model."""
         self._last_sent = token

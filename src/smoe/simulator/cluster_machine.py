@@ -78,7 +78,7 @@ class SimulatedMachine:
         latest at the end."""
         self._slots.update(dict.fromkeys(keys[-self.times.slots :], True))
 
-    def tell(self, keys: Sequence[ExpertKey]) -> None:
+    def announce(self, keys: Sequence[ExpertKey]) -> None:
         """Announce experts, in place of the experts announced before. Announced experts are evicted last, and loaded if
         they are missing."""
         self._expected = set(keys)

@@ -210,7 +210,7 @@ class _OurDecoding:
     def _tell(self, unit: int, keys: list[ExpertKey]) -> None:
         worker = self._workers[unit]
         self._known[unit].note_uses(0, sum(key not in worker for key in keys))
-        self._coordinator_sends(unit, _NAMES_BYTES, partial(worker.tell, keys))
+        self._coordinator_sends(unit, _NAMES_BYTES, partial(worker.announce, keys))
 
     def _coordinator_sends(self, unit: int, nbytes: float, arrives: Callable[[], None]) -> None:
         end = self._up.use(self._cluster.wire.seconds(nbytes))
@@ -225,7 +225,7 @@ class _OurDecoding:
         self._token_began, self._waits = self._events.now, TokenWaits()
         self._ahead.begin(number, self._views, {unit: worker.times.slots for unit, worker in self._workers.items()})
         if self._draft is not None:
-            self._draft.tell(number)
+            self._draft.reach(number)
         self._begin_layer(number, 0)
 
     def _begin_layer(self, number: int, layer: int) -> None:
@@ -287,7 +287,7 @@ class _OurDecoding:
             keys = [(later, expert, EXACT) for expert in self._ahead.here(later)]
             missing = [key for key in keys if key not in self._here]
             if missing:
-                self._here.tell(missing[: self._cluster.here_ahead])
+                self._here.announce(missing[: self._cluster.here_ahead])
                 return
 
     def _answered(
