@@ -107,11 +107,7 @@ class Cluster:
         most = max(rows.most, 2 * max(_PROOF_ROWS))  # two experts in each proof
         self._rows = rows._replace(most=most).fitting
         self._unit = FIRST_WORKER
-        if not alone.compute_by(arithmetic):
-            raise ClusterError(
-                f"the coordinator's own experts cannot be computed by `kernels={arithmetic}`; this is a bug in smoe, "
-                "please report it"
-            )
+        _compute_by(alone, arithmetic)
         self._proofs = list(self._make_proofs())
         self.link = ClusterLink(
             admission.coordinator,
@@ -406,3 +402,13 @@ def _described(member: Member) -> dict[str, Any]:
         "seconds_per_expert": member.expert,
         "seconds_there_and_back": member.hop,
     }
+
+
+def _compute_by(alone: ExpertsAlone, arithmetic: str) -> None:
+    """Let the coordinator's own experts be computed with the kernels `arithmetic`. Raise `ClusterError` if they cannot
+    be."""
+    if not alone.compute_by(arithmetic):
+        raise ClusterError(
+            f"the coordinator's own experts cannot be computed by `kernels={arithmetic}`; this is a bug in smoe, "
+            "please report it"
+        )
