@@ -21,6 +21,7 @@ from rich.text import Text
 
 from smoe.cli.mistyped import allowed_value, explain_mistyped, is_mistyped
 from smoe.cli.settings import OPTION_OF, SERVED_SEQUENCES, in_words, option_of
+from smoe.cli.typed_value import typed_value
 from smoe.errors import BudgetError, ContextError, NotMoEError, SmoeError
 from smoe.policy.registry import DRAFT
 from smoe.presets import PRESETS
@@ -93,19 +94,6 @@ def _facts_of_a_mistyped_line(error: BaseException) -> dict[str, object]:
     given = typed_value(parameter.opts)
     setting = next((name for name, option in OPTION_OF.items() if option in parameter.opts), parameter.name)
     return {"setting": setting, "given": given, "allowed": allowed_value(error)}
-
-
-def typed_value(options: Sequence[str]) -> str | None:
-    """Return the last value that the user typed for an option with these names; None if the option was not typed."""
-    given = None
-    for word, following in zip(sys.argv, [*sys.argv[1:], None], strict=True):
-        if not word.startswith("-"):
-            continue  # an argument may equal its command's name
-        if word in options:
-            given = following
-        elif word.partition("=")[0] in options:
-            given = word.partition("=")[2]
-    return given
 
 
 def stdin() -> TextIO | None:

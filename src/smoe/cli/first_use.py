@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from smoe.cli.cluster import DEFAULT_NAME
-from smoe.cli.console import typed_value
+from smoe.cli.typed_value import typed_value
 from smoe.errors import UnpreparedError
 from smoe.policy.registry import EXPERT_MLP
 from smoe.presets import PRESETS

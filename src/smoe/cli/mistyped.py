@@ -8,6 +8,8 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Any
 
+from smoe.cli.typed_value import typed_value
+
 _ELSEWHERE = {
     "-n": "--max-new-tokens",
     "--n-predict": "--max-new-tokens",
@@ -72,8 +74,6 @@ def _named(parameter: Any) -> str:
 
 
 def _given(error: Any) -> str:
-    from smoe.cli.console import typed_value
-
     value = typed_value(error.param.opts)
     return "not valid" if value is None else repr(value)
 

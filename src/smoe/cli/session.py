@@ -26,6 +26,8 @@ from smoe.models.checkpoint import Checkpoint, whole_checkpoint
 from smoe.models.files import local_place
 from smoe.models.finish_spec import position_limit
 from smoe.policy.budget import Ledger
+from smoe.runtime.engine import Engine
+from smoe.runtime.offloaded_model import OffloadedModel
 from smoe.units import format_bytes, format_count
 
 _log = logging.getLogger(__name__)
@@ -51,7 +53,10 @@ def loaded_with_tokenizer(
         built.append(load_tokenizer(model, revision, template))
 
     def check(ledger: Ledger) -> None:
-        _check_prompts(built[0], prompts, ledger.demand.context_tokens, new_tokens, whole_checkpoint(model, revision))
+        context = ledger.demand.context_tokens
+        if any(not each.strip() or len(each.encode()) >= context for each in prompts):  # a token is seldom shorter
+            checkpoint = whole_checkpoint(model, revision)
+            _check_prompts(built[0], prompts, context, new_tokens, checkpoint)
 
     with loaded(model, config, revision, build, check) as ready:
         yield ready, built[0]
@@ -70,6 +75,26 @@ def loaded(
 
     `on_examined` and `on_ledger` are called as by `load`, before the weights are read.
     """
+    ready = _load(model, config, revision, on_examined, on_ledger)
+    engine: Any = ready.offload
+    try:
+        _note_engine(model, engine)
+        with present_objects_excluded():
+            yield ready
+    finally:
+        engine.close()
+        for doubt in engine.executor.compute.others.doubts if engine.executor.compute.others is not None else ():
+            warn(doubt)
+
+
+def _load(
+    model: str,
+    config: EngineConfig,
+    revision: str | None,
+    on_examined: Callable[[], None],
+    on_ledger: Callable[[Ledger], None],
+) -> OffloadedModel:
+    """Load a model, and show the progress of reading headers, checking packs and loading."""
     transformers.logging.set_verbosity_error()
     warn_if_unwritable()
     opening, watch, checking = Patience(f"reading the headers of {model}"), _Watch(model), _Checking()
@@ -92,43 +117,37 @@ def loaded(
     if local_place(model) is not None:  # a download has bars of its own
         opening.start()
     try:
-        ready = load(model, config, revision, start, watch.lock, warn, check, on_examined)
+        return load(model, config, revision, start, watch.lock, warn, check, on_examined)
     finally:
         opening.stop()
         checking.stop()
         watch.stop()
-    engine: Any = ready.offload
+
+
+def _note_engine(model: str, engine: Engine) -> None:
+    """Print and log how an engine uses its memory, why some of its settings have their values, and which workers are
+    connected."""
     described = describe(engine.ledger, engine.budget_reason, engine.config.keeps_experts)
     _log.info("%s is loaded: %s", model, described)
     _log.debug("%s", engine.config)
-    try:
-        note(described)
-        if engine.ledger.cache_slots < engine.ledger.demand.total_experts:
-            note(division(engine.ledger, engine.context_tokens, engine.config))
-        for name, why in engine.reasons.items():
-            value = in_words(getattr(engine.config, name))
-            _log.info("%s %s, %s", name, value, why)
-            note(f"{name}={value} is used: {why}")
-        if engine.executor.compute.others is not None:
-            came = [each["name"] for each in engine.executor.compute.others.described() if each["state"] == "ready"]
-            note(f"connected workers: {', '.join(came) or 'none yet'}")
-            if is_apart(engine.config):
-                _note_draft(engine.executor.compute.others.draft)
-        with present_objects_excluded():
-            yield ready
-    finally:
-        engine.close()
-        for doubt in engine.executor.compute.others.doubts if engine.executor.compute.others is not None else ():
-            warn(doubt)
+    note(described)
+    if engine.ledger.cache_slots < engine.ledger.demand.total_experts:
+        note(division(engine.ledger, engine.context_tokens, engine.config))
+    for name, why in engine.reasons.items():
+        value = in_words(getattr(engine.config, name))
+        _log.info("%s %s, %s", name, value, why)
+        note(f"{name}={value} is used: {why}")
+    if engine.executor.compute.others is not None:
+        came = [each["name"] for each in engine.executor.compute.others.described() if each["state"] == "ready"]
+        note(f"connected workers: {', '.join(came) or 'none yet'}")
+        if is_apart(engine.config):
+            _note_draft(engine.executor.compute.others.draft)
 
 
 def _check_prompts(
     tokenizer: Any, prompts: Sequence[str], context_tokens: int, new_tokens: int, checkpoint: Checkpoint
 ) -> None:
-    """Raise `ConfigError` for an empty prompt, and `ContextError` for one that is too long. Prompts are encoded only if
-    one may be such a prompt: a token is seldom shorter than a byte."""
-    if not any(not each.strip() or len(each.encode()) >= context_tokens for each in prompts):
-        return
+    """Raise `ConfigError` for an empty prompt, and `ContextError` for one that is too long."""
     longest = max(map(len, encode(tokenizer, prompts)))
     if longest >= context_tokens:
         raise ContextError.of_prompt(longest, context_tokens, position_limit(checkpoint.config()), new_tokens)
