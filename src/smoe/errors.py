@@ -142,9 +142,10 @@ class ContextError(SmoeError, ValueError):
         limit that holds: the model's, or the memory budget's. `limit`: the model's; None: unknown. `wanted`: new
         tokens."""
         if limit is not None and tokens >= limit:
+            reserved = f"; memory is reserved for {context_tokens}" if context_tokens < limit else ""
             error = cls(
                 f"the prompt has {tokens} tokens, and this model allows {limit} tokens of prompt and answer together "
-                "(config.json); shorten the prompt",
+                f"(config.json){reserved}; shorten the prompt",
                 setting="context_tokens",
                 given=context_tokens,
                 allowed=f"at most {limit} for this model",

@@ -10,6 +10,7 @@ import pytest
 
 from smoe.cli.summary import _experts, _memory, _process
 from smoe.config import EngineConfig
+from smoe.errors import ContextError
 from smoe.load.ledger import shortages_of
 from smoe.machine.device import CPU
 from smoe.machine.process_memory import ProcessMemory
@@ -118,3 +119,9 @@ def test_memory_that_was_only_reserved_is_called_so():
     memory, whole = _summary(process, 2048 * MIB)
     assert memory == "2.00 GiB of the budget of 2.00 GiB reserved, at most 1.75 GiB of it used"
     assert whole.endswith("the budget with the libraries' kernels and scratch 1.75 GiB") and "0 B" not in whole
+
+
+def test_a_prompt_above_both_limits_is_refused_with_both():
+    assert "allows 1024 tokens" in (both := str(ContextError.of_prompt(3002, 512, 1024)))
+    assert "memory is reserved for 512" in both
+    assert "memory is reserved" not in str(ContextError.of_prompt(3002, 1024, 1024))

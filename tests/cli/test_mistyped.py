@@ -67,3 +67,12 @@ def test_a_reader_that_has_ended_ends_the_command_quietly(line, tmp_path):
         assert process.wait(60) == 141
     said = (tmp_path / "errors").read_text()
     assert "Traceback" not in said and "error" not in said
+
+
+def test_only_what_is_near_is_suggested(run):
+    assert "did you mean" not in run("generate", "demo", "--foo", "3", "-p", "Hi").err
+    assert "did you mean --memory?" in run("generate", "demo", "--memroy", "3", "-p", "Hi").err
+
+
+def test_a_mistyped_command_gets_a_suggestion(run):
+    assert "(did you mean 'generate'?); smoe --help lists the commands" in run("genrate").err

@@ -113,7 +113,7 @@ def _outside_line(outside: dict[str, int]) -> str:
     """Return a line that says how much memory a process needs outside the memory budget if a model runs on the CPU."""
     from smoe.units import format_bytes
 
-    return ", ".join(f"{name} {format_bytes(size)}" for name, size in outside.items()) + " at most"
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in outside.items() if size) + " at most"
 
 
 def _rows(profile: Profile) -> list[tuple[str, str]]:

@@ -22,6 +22,8 @@ _ELSEWHERE = {
     "--file": "--prompt-file",
 }
 """{option of another program: the option of smoe with the same meaning}."""
+_NEAR = 0.7
+"""How similar an option must be to be suggested, from 0 to 1."""
 _UNPARSED = ", unable to parse"
 _KINDS = {"a valid integer": "a whole number", "a valid number": "a number"}
 
@@ -60,8 +62,8 @@ def _what(error: Any, context: Any) -> str:
         return f"{_named(parameter)} is {_given(error)}; it must be {allowed_value(error)}"
     if parameter is not None and not error.message:
         return f"{_named(parameter)} is missing"
-    text = str(error.format_message()).rstrip(".")
-    return text[:1].lower() + text[1:]
+    text, _, meant = str(error.format_message()).rstrip(".").partition(". Did you mean ")
+    return text[:1].lower() + text[1:] + (f" (did you mean {meant})" if meant else "")
 
 
 def _listed(context: Any) -> str:
@@ -82,5 +84,5 @@ def _meant(name: str, possibilities: Any, context: Any) -> str:
     """Return a suggestion: the option with the same meaning, or one with a similar name; empty if there is none."""
     known = [] if context is None else [option for each in context.command.params for option in each.opts]
     meant = _ELSEWHERE.get(name)
-    found = [meant] if meant in known else get_close_matches(name, [*known, *(possibilities or ())], n=1)
+    found = [meant] if meant in known else get_close_matches(name, [*known, *(possibilities or ())], n=1, cutoff=_NEAR)
     return f" (did you mean {found[0]}?)" if found else ""

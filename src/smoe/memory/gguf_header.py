@@ -257,7 +257,7 @@ def _read_counts(reader: _Reader) -> tuple[int, int]:
     path = reader.path
     start = reader.take(min(4, reader.left), "its first word")
     if not start:
-        raise CheckpointError(f"{path} is empty; its download has failed: download the file again")
+        raise CheckpointError(f"{path} is empty; its download has probably failed: download the file again")
     if start != MAGIC:
         found = start.decode("ascii", "backslashreplace")
         raise CheckpointError(
