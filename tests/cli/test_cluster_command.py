@@ -27,6 +27,7 @@ pytest.importorskip("zmq")
 import smoe
 from smoe.cluster.identity import keep_status, new_coordinator, read_coordinator, store_coordinator
 from tests.forked import Forked
+from tests.free_port import a_free_port
 from tests.packs import pack_folder
 
 LINE = [sys.executable, "-m", "smoe"]
@@ -39,9 +40,7 @@ Up = Callable[..., subprocess.Popen[bytes]]
 def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """Of a cluster `local` of the test's own."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        found: int = free.getsockname()[1]
+    found = a_free_port()
     store_coordinator(new_coordinator("local", f"127.0.0.1:{found}"))
     return found
 

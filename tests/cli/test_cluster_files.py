@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import smoe
 from smoe.cluster.identity import invitation, new_coordinator, read_coordinator, read_worker, store_coordinator
 from tests import forked
 from tests.forked import Forked
+from tests.free_port import a_free_port
 
 LINE = [sys.executable, "-m", "smoe"]
 SIZE = ["--memory", "2700KiB", "--context", "128", "--threads", "1"]
@@ -28,9 +28,7 @@ SIZE = ["--memory", "2700KiB", "--context", "128", "--threads", "1"]
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A cluster `local` of the test's own; an invitation's line."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        coordinator, line = invitation(new_coordinator("local", f"127.0.0.1:{free.getsockname()[1]}"))
+    coordinator, line = invitation(new_coordinator("local", f"127.0.0.1:{a_free_port()}"))
     store_coordinator(coordinator)
     return line
 

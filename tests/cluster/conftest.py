@@ -24,6 +24,7 @@ from smoe.cluster.worker import WorkerProcess
 from smoe.errors import ClusterError
 from smoe.load.worker_experts import open_experts
 from smoe.presets import configure
+from tests.free_port import a_free_port
 
 Start = Callable[..., list[WorkerProcess]]
 GiveUpWhen = Callable[[Callable[[Cluster], Any]], None]
@@ -42,13 +43,6 @@ def coordinator(own_clusters: None) -> Coordinator:
     made = new_coordinator("test", f"127.0.0.1:{a_free_port()}")
     store_coordinator(made)
     return made
-
-
-def a_free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        found: int = free.getsockname()[1]
-    return found
 
 
 def has_ipv6() -> bool:

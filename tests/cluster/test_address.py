@@ -17,7 +17,8 @@ from smoe.cluster.address import Endpoint, checked_address, reach_of, to_connect
 from smoe.cluster.identity import KeyPair
 from smoe.cluster.listening_sockets import ListeningSockets
 from smoe.errors import ClusterError
-from tests.cluster.conftest import a_free_port, has_ipv6
+from tests.cluster.conftest import has_ipv6
+from tests.free_port import a_free_port
 
 
 @pytest.mark.parametrize(

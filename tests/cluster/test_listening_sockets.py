@@ -16,7 +16,7 @@ pytest.importorskip("zmq")
 from smoe.cluster.address import Endpoint
 from smoe.cluster.identity import KeyPair
 from smoe.cluster.listening_sockets import ListeningSockets
-from tests.cluster.conftest import a_free_port
+from tests.free_port import a_free_port
 
 PART_BYTES = 1 << 20
 LONG, SHORT = 64 << 20, PART_BYTES - 1024

@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -39,6 +38,7 @@ from smoe.errors import ClusterError, ConfigError
 from tests import oracle
 from tests.cluster.conftest import GiveUpWhen
 from tests.cluster.ray_stand_in import StandIn
+from tests.free_port import a_free_port
 from tests.test_layering import ALL, imports
 
 Open = Callable[..., PreTrainedModel]
@@ -284,9 +284,7 @@ class RayItself:
     """A Ray of the test's own: a head without CPUs, and nodes of one each; all on this machine."""
 
     def __init__(self, mode: str, nodes: int) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        self.address = f"127.0.0.1:{a_free_port()}"
         self.folder = Path(tempfile.mkdtemp(prefix="r"))  # its sockets' names must be short
         self.environment = {
             **os.environ,
