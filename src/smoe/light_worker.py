@@ -45,7 +45,7 @@ def become(me: Worker, task: Task, say: Callable[[str], None]) -> None:
     """Replace this process by a new program that runs the worker, so that this call does not return. If the kernels'
     machine code is not available here, run the worker in this process and return."""
     if not machine_code.is_known():
-        run(me, task, say, lambda end: None)
+        run(me, task, say)
         return
     reading, writing = os.pipe()
     task = task._replace(place=str(Path(task.place).absolute()))
@@ -60,10 +60,34 @@ def become(me: Worker, task: Task, say: Callable[[str], None]) -> None:
     os.execve(sys.executable, module_line("smoe.light_worker", str(reading)), environment)
 
 
-def run(me: Worker, task: Task, say: Callable[[str], None], serving: Callable[[Callable[[], None]], None]) -> None:
-    """Run the worker until Ctrl-C, or until the coordinator refuses it. `say` is called with progress messages.
-    `serving` is called with the function that ends the worker, since an exception that a signal handler raises could be
-    lost in a library's callback."""
+class Ending:
+    """Ends the worker after a signal, by a flag: an exception that a signal handler raises may be lost in a library's
+    callback, and the worker would go on. A second signal raises `KeyboardInterrupt` at once."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        """The number of the first signal; None before it."""
+        self._end: Callable[[], None] = lambda: None
+
+    def on_signal(self, number: int, _: object) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = number
+        self._end()
+
+    def call(self, end: Callable[[], None]) -> None:
+        """Let the first signal call `end` too."""
+        self._end = end
+
+    def check(self) -> None:
+        """Raise `KeyboardInterrupt` after a signal."""
+        if self.signal is not None:
+            raise KeyboardInterrupt
+
+
+def run(me: Worker, task: Task, say: Callable[[str], None], ending: Ending | None = None) -> None:
+    """Run the worker until Ctrl-C, until `ending` ends it, or until the coordinator refuses it. `say` is called with
+    progress messages."""
     from smoe.cluster.described import ask
     from smoe.cluster.worker import WorkerProcess
     from smoe.load.light_experts import fields_of, open_described
@@ -74,14 +98,16 @@ def run(me: Worker, task: Task, say: Callable[[str], None], serving: Callable[[C
         if me.code is not None:
             keep_worker(replace(me, code=None))
 
+    ending = ending or Ending()
     place = Path(task.place)
     fields = {"smoe": __version__, "name": me.name, "code": me.code} | fields_of(place)
     say(f"worker {me.name}: waits for the coordinator at {me.address} to describe the model's experts")
-    opened = open_described(place, ask(me, fields), task.memory_bytes, task.slots, task.threads)
+    opened = open_described(place, ask(me, fields, ending.check), task.memory_bytes, task.slots, task.threads)
     say(f"worker {me.name}: {opened.alone.slots} experts fit, in {format_bytes(opened.alone.nbytes)}")
     worker = WorkerProcess(me, opened, changed)
-    serving(worker.end)
+    ending.call(worker.end)
     try:
+        ending.check()
         worker.serve()
     finally:
         opened.alone.close()
@@ -92,24 +118,15 @@ def main() -> NoReturn:
     with os.fdopen(int(sys.argv[1]), encoding="utf8") as file:
         worker, task = json.load(file)
     me = Worker(**worker | {"keys": KeyPair(**worker["keys"])})
-    signals, ends = set[int](), list[Callable[[], None]]()
-
-    def on_signal(number: int, _: object) -> None:
-        is_first = not signals
-        signals.add(number)
-        if not ends or not is_first:
-            raise KeyboardInterrupt
-        ends[0]()
-
+    ending = Ending()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
+        signal.signal(number, ending.on_signal)
     try:
-        run(me, Task(**task), lambda words: print(words, file=sys.stderr, flush=True), ends.append)
-        if signals:
-            raise KeyboardInterrupt
+        run(me, Task(**task), lambda words: print(words, file=sys.stderr, flush=True), ending)
+        ending.check()
     except KeyboardInterrupt:
         print(f"warning: worker {me.name} has ended", file=sys.stderr)
-        sys.exit(_TERMINATED if signal.SIGTERM in signals else _INTERRUPTED)
+        sys.exit(_TERMINATED if ending.signal == signal.SIGTERM else _INTERRUPTED)
     except SmoeError as error:
         from smoe.cli.console import complain
 

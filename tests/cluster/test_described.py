@@ -25,6 +25,7 @@ pytest.importorskip("zmq")
 from smoe.cluster import described, frames
 from smoe.cluster.described import Description, LayerKeys
 from smoe.cluster.describing import Describer, LightWorker
+from smoe.cluster.identity import Coordinator, KeyPair, Worker
 from smoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from smoe.expert import EXACT
 from smoe.kernels.isa import widest
@@ -190,9 +191,22 @@ def test_an_interrupt_that_leaves_a_socket_open_ends(monkeypatch: pytest.MonkeyP
 
     def ask() -> None:
         with suppress(KeyboardInterrupt):
-            described.ask(cast("Any", None), {})
+            described.ask(cast("Any", None), {}, lambda: None)
         ended.set()
 
     monkeypatch.setattr(described, "watched", interrupted)
     threading.Thread(target=ask, daemon=True).start()
     assert ended.wait(10) and left
+
+
+def test_it_ends_while_no_coordinator_answers(coordinator: Coordinator) -> None:
+    calls = []
+
+    def check() -> None:
+        calls.append(1)
+        if len(calls) > 2:
+            raise KeyboardInterrupt
+
+    me = Worker("test", "small", coordinator.address, coordinator.keys.public, KeyPair.new())
+    with pytest.raises(KeyboardInterrupt):
+        described.ask(me, {}, check)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -115,16 +116,17 @@ def _keys(fields: Any) -> tuple[str, ...]:
     return tuple(fields)
 
 
-def ask(me: Worker, fields: dict[str, Any]) -> Description:
+def ask(me: Worker, fields: dict[str, Any], check: Callable[[], None]) -> Description:
     """Ask the coordinator for the description of its experts, and repeat the request until a reply comes. Return the
-    description. `fields` describe the worker. Raises `ClusterError` if the coordinator refuses, or sends an invalid
-    message."""
+    description. `fields` describe the worker. `check` is called ten times a second, and may end this by an exception.
+    Raises `ClusterError` if the coordinator refuses, or sends an invalid message."""
     context = zmq.Context()
     try:
         with context.socket(zmq.DEALER) as dealer, watched(dealer, me) as check_known:
             dial(dealer, me, MOST_BYTES)
             asked = -_ASK_SECONDS
             while True:
+                check()
                 if time.monotonic() - asked > _ASK_SECONDS:
                     asked = time.monotonic()
                     if dealer.poll(0, zmq.POLLOUT):
