@@ -55,6 +55,22 @@ def test_the_tree_is_the_one_drawn() -> None:
     assert all(issubclass(cls, ModelError) for cls in (NotMoEError, UnsupportedModelError, CheckpointError))
 
 
+@pytest.mark.parametrize(
+    ("given", "choices", "meant"),
+    [
+        ("balancd", ["balanced", "exact"], " (did you mean balanced?)"),
+        ("HOBBIT", ["hobbit", "exact"], " (did you mean hobbit?)"),
+        ("fast", ["balanced", "exact"], ""),
+        ("int5", ["int4", "int8"], ""),
+        (5, ["on", "off"], ""),
+    ],
+)
+def test_a_misspelt_choice_gets_a_suggestion(given: object, choices: list[str], meant: str) -> None:
+    """Would catch a number of bits that is suggested in place of another."""
+    error = ConfigError.no_choice("preset", given, choices)
+    assert str(error) == f"`preset` is {given!r}{meant}; choose one of: {', '.join(choices)}"
+
+
 @pytest.mark.parametrize("name", ["/no/such/folder", "./no-such-folder", "~/no-such-folder", "a/b/c"])
 def test_a_path_that_is_not_there(name: str) -> None:
     with pytest.raises(ModelError, match="there is no folder"):

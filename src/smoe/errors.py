@@ -28,6 +28,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from difflib import get_close_matches
+from string import digits
+
+_NEAR = 0.7
+"""How similar a choice must be to a mistyped name to be suggested, from 0 to 1."""
 
 
 class SmoeError(Exception):
@@ -75,9 +80,12 @@ class ConfigError(SmoeError, ValueError):
 
     @classmethod
     def no_choice(cls, setting: str, given: object, choices: Iterable[str]) -> ConfigError:
-        """Return the error for a setting whose value is not one of `choices`."""
-        allowed = ", ".join(choices)
-        return cls(f"`{setting}` is {given!r}; choose one of: {allowed}", setting=setting, given=given, allowed=allowed)
+        """Return the error for a setting whose value is not one of `choices`. It suggests a choice with a similar
+        name."""
+        names = list(choices)
+        allowed = ", ".join(names)
+        message = f"`{setting}` is {given!r}{_meant(str(given), names)}; choose one of: {allowed}"
+        return cls(message, setting=setting, given=given, allowed=allowed)
 
     @classmethod
     def too_few_tokens(cls, setting: str, tokens: int, least: int, purpose: str) -> ConfigError:
@@ -87,11 +95,26 @@ class ConfigError(SmoeError, ValueError):
         return cls(message, setting=setting, given=tokens, allowed=f"at least {least} tokens")
 
     @classmethod
+    def empty_prompt(cls, number: int, given: str) -> ConfigError:
+        """Return the error for the prompt with this number, from 1, which has no tokens."""
+        message = f"prompt {number} is empty, and this model has no token to begin a text with; give some text"
+        return cls(message, setting="prompt", given=given, allowed="text of at least one token")
+
+    @classmethod
     def idle(cls, setting: str, given: object, owner: str) -> ConfigError:
         """Return the error for a setting that has no effect because `owner`, the setting that it belongs to, was not
         given."""
         message = f"`{setting}` has an effect only with {owner}; add that, or leave out `{setting}`"
         return cls(message, setting=setting, given=given, allowed=f"only with {owner}")
+
+
+def _meant(given: str, names: list[str]) -> str:
+    """Return a suggestion of a similar name; empty if there is none. Names that differ in digits only, such as int4 and
+    int5, are no misspellings of each other."""
+    near = get_close_matches(given.lower(), names, n=1, cutoff=_NEAR)
+    if not near or (near[0] != given.lower() and near[0].strip(digits) == given.lower().strip(digits)):
+        return ""
+    return f" (did you mean {near[0]}?)"
 
 
 class UnpreparedError(ConfigError):

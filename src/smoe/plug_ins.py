@@ -83,7 +83,7 @@ class Catalogue(Generic[T]):
             why = f"which names no class: add the name of a class, as in {name.rstrip(':')}:CLASS"
             raise self.refusal(name, why, PLACE)
         if not points:
-            raise self.refusal(name, f"choose one of: {self.allowed}")
+            raise ConfigError.no_choice(self.setting, name, self.allowed.split(", "))
         if len({point.value for point in points}) > 1:
             places = " and ".join(point.value for point in points)
             raise self.refusal(name, f"several installed packages have it: {places}; give one of these", places)

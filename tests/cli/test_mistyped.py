@@ -76,3 +76,12 @@ def test_only_what_is_near_is_suggested(run):
 
 def test_a_mistyped_command_gets_a_suggestion(run):
     assert "(did you mean 'generate'?); smoe --help lists the commands" in run("genrate").err
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "meant"),
+    [("--preset", "balancd", "balanced"), ("--eviction", "lfuu", "lfu"), ("--kernels", "trch", "torch")],
+)
+def test_a_misspelt_value_gets_a_suggestion(run, option, given, meant):
+    refused = run("generate", "demo", option, given, "-p", "Hi")
+    assert refused.code == 2 and f"{option} is {given!r} (did you mean {meant}?); choose one of: " in refused.err

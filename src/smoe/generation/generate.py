@@ -131,12 +131,7 @@ def encode(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
         if not row and tokenizer.bos_token_id is not None:
             row.append(tokenizer.bos_token_id)
         if not row:
-            raise ConfigError(
-                f"prompt {number} is empty, and this model has no token to begin a text with; give some text",
-                setting="prompt",
-                given=prompts[number - 1],
-                allowed="text of at least one token",
-            )
+            raise ConfigError.empty_prompt(number, prompts[number - 1])
     return rows
 
 
