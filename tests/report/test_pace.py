@@ -21,6 +21,7 @@ from smoe.report.pace import (
     Pace,
     crowded,
     last_run_of,
+    loads_other_way,
     measured_pace,
     of_prompt,
     pace_of,
@@ -64,7 +65,18 @@ def test_each_kind_of_experts_has_its_own(tmp_path: Path) -> None:
     model, pace = tmp_path / "model", Pace(0.1, 0.2, 0.3, 1.2, 1.5, 0.7)
     remember(model, "int4", True, pace)
     assert pace_of(model, "int4", True) == pace
-    assert pace_of(model, "int4", False) == pace_of(model, "auto", True) == pace_of(tmp_path, "int4", True) == UNKNOWN
+    assert pace_of(model, "auto", True) == pace_of(tmp_path, "int4", True) == UNKNOWN
+
+
+def test_only_the_time_of_a_load_depends_on_where_experts_are_read(tmp_path: Path) -> None:
+    """Would catch a plan that knows nothing of a model because it reads experts in another way than the runs did."""
+    remember(tmp_path, "auto", True, Pace(0.1, 0.2, 0.3, 1.2))
+    assert pace_of(tmp_path, "auto", False) == Pace(0.1, 0.2, None, 1.2)
+    assert loads_other_way(tmp_path, "auto", False) and not loads_other_way(tmp_path, "auto", True)
+    remember(tmp_path, "auto", False, Pace(0.5, None, 0.7))
+    assert pace_of(tmp_path, "auto", False) == Pace(0.5, 0.2, 0.7, 1.2)
+    assert pace_of(tmp_path, "auto", True) == Pace(0.1, 0.2, 0.3, 1.2), "its own come first"
+    assert not loads_other_way(tmp_path, "auto", False)
 
 
 def test_what_a_run_does_not_show_stays_known(tmp_path: Path) -> None:
@@ -104,10 +116,12 @@ def test_how_the_last_run_went(tmp_path: Path) -> None:
     ("last", "words"),
     [
         (LastRun(1.9, 0.6, 0.1), []),
-        (LastRun(2.1, 1.0), ["was off: a token took 2.1 times as long"]),
-        (LastRun(1.0, 0.4), ["was off: the first token took 0.4 times as long"]),
+        (LastRun(2.1, 1.0), ["its forecast: a token was 2.1 times slower"]),
+        (LastRun(1.0, 0.4), ["its forecast: the first token was 2.5 times faster"]),
+        (LastRun(0.11, 1.0), ["its forecast: a token was 9.1 times faster"]),
+        (LastRun(1.0, 230.0), ["its forecast: the first token was 230 times slower"]),
         (LastRun(1.0, 1.0, 0.6), ["waited 60%"]),
-        (LastRun(3.0, 1.0, 0.6), ["3 times as long", "waited 60%"]),
+        (LastRun(3.0, 1.0, 0.6), ["3 times slower", "waited 60%"]),
     ],
 )
 def test_doubts(last: LastRun, words: list[str]) -> None:

@@ -44,7 +44,6 @@ from smoe.policy.budget import Demand, Ledger, allocate, full_bytes, minimum_byt
 from smoe.policy.registry import DRAFT
 from smoe.report.machine_for import files_of, machine_for, pace_for, rates_for, reads_past_cache
 from smoe.report.outlook import Case, Outlook, Subject, outlook_of, preset_of
-from smoe.report.pace import last_run_of
 from smoe.report.remarks import moved_per_token, of_earlier_runs, of_machine
 from smoe.units import identifier
 
@@ -150,7 +149,7 @@ class Forecast:
             "memory_budget_bytes": ledger.budget_bytes,
             "memory_budget_reason": self.reason,
             "bytes": {identifier(name): count for name, count in ledger.entries().items()},
-            "beside_budget_bytes": {identifier(name): count for name, count in self.outside_budget.items()},
+            "outside_budget_bytes": {identifier(name): count for name, count in self.outside_budget.items()},
             "slots": ledger.cache_slots,
             "most_slots": ledger.most_slots,
             "low_slots": ledger.low_slots,
@@ -283,10 +282,8 @@ def survey_of(model: str, config: EngineConfig, revision: str | None) -> Survey:
         guess = functools.partial(predictor_name, device=device)
         pace = functools.partial(pace_for, checkpoint, device, is_direct, is_emulated)
         subject = Subject(model, checkpoint, spec, config, machine, spec.dense_bytes_read, guess, pace, unlearned)
-        known = pace(spec.precision)
         if device.type == "cpu" and not is_emulated:
-            last = last_run_of(checkpoint.place, spec.precision, is_direct)
-            decided = [*decided, *of_earlier_runs(known, last, spec.precision)]
+            decided = [*decided, *of_earlier_runs(checkpoint.place, spec.precision, is_direct)]
     is_estimate = store is None and spec.precision == "auto"
     return Survey(spec, ledger, reason, outside, rates, device, is_emulated, is_estimate, decided, subject)
 

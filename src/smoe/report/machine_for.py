@@ -50,9 +50,10 @@ def rates_for(
 
 
 def reads_past_cache(config: EngineConfig, spec: ModelSpec, ledger: Ledger, device: AnyDevice) -> bool:
-    """Return whether loads read from the disk. If RAM outside the budget holds the whole model, loads are copies from
-    the page cache instead."""
-    return reads_directly(config, spec.experts_bytes, free_device_bytes(device)[0] - ledger.budget_bytes)
+    """Return whether loads read from the disk. If the RAM that the model leaves free holds all experts, loads are
+    copies from the page cache instead."""
+    experts_bytes = spec.experts_bytes + (0 if spec.low is None else spec.low.experts_bytes)
+    return reads_directly(config, experts_bytes, free_device_bytes(device)[0] - ledger.total_bytes)
 
 
 def files_of(checkpoint: Described, spec: ModelSpec, device: AnyDevice) -> ExpertStore | None:

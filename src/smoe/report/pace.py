@@ -109,9 +109,9 @@ class LastRun:
         """Return warnings for the next forecast, if the last forecast was wrong or the machine was busy."""
         found = []
         ratios = {"a token": self.per_token, "the first token": self.first_token}
-        off = [f"{what} took {ratio:.2g} times as long" for what, ratio in ratios.items() if _is_off(ratio)]
+        off = [f"{what} was {_in_words(ratio)}" for what, ratio in ratios.items() if _is_off(ratio)]
         if off:
-            found.append(f"the forecast before the last run of this model was off: {', '.join(off)}")
+            found.append(f"the last run of this model differed from its forecast: {', '.join(off)}")
         if self.waited is not None and self.waited >= BUSY_SHARE:
             found.append(
                 f"the last run of this model waited {self.waited:.0%} of its time for a core used by other programs; "
@@ -122,6 +122,12 @@ class LastRun:
 
 def _is_off(ratio: float) -> bool:
     return max(ratio, 1 / ratio) > _OFF
+
+
+def _in_words(ratio: float) -> str:
+    """Return a measured time, divided by the forecast time, in words with a factor above 1."""
+    factor = float(f"{max(ratio, 1 / ratio):.2g}")
+    return f"{factor:g} times {'slower' if ratio > 1 else 'faster'}"
 
 
 ALONE = 2.1
@@ -154,7 +160,21 @@ def measured_pace(decode: Counters, layers: int, expert_bytes: int) -> Pace:
 
 def pace_of(folder: Path, precision: str, is_direct: bool) -> Pace:
     """Return the stored times of the model in `folder` with experts in `precision`. `is_direct`: whether experts are
-    read past the page cache."""
+    read past the page cache. What was only measured in runs that read experts the other way is the same, except the
+    time of a load."""
+    own, other = (_measured(folder, precision, way) for way in (is_direct, not is_direct))
+    lacking = {name: value for name, value in vars(other).items() if getattr(own, name) is None and name != "load"}
+    return replace(own, **lacking)
+
+
+def loads_other_way(folder: Path, precision: str, is_direct: bool) -> bool:
+    """Return whether loads were measured only in runs that read experts the other way."""
+    own, other = (_measured(folder, precision, way) for way in (is_direct, not is_direct))
+    return own.load is None and other.load is not None
+
+
+def _measured(folder: Path, precision: str, is_direct: bool) -> Pace:
+    """Return the times of the runs that have read experts in this way."""
     try:
         stored = _stored(folder, precision, is_direct)["pace"]
         return Pace(**{field.name: stored[field.name] for field in fields(Pace)})
@@ -175,7 +195,7 @@ def remember(folder: Path, precision: str, is_direct: bool, pace: Pace, last: La
     `OSError`."""
     path = of_model("pace", folder)
     stored: dict[str, Any] = read_stored(path, _FORMAT) or {}
-    now = pace_of(folder, precision, is_direct).after(pace)
+    now = _measured(folder, precision, is_direct).after(pace)
     entry = {"pace": asdict(now), "last_run": None if last is None else asdict(last)}
     return keep(path, {"format": _FORMAT} | stored | {_key(precision, is_direct): entry})
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from smoe.machine.floor import Rates
 from smoe.machine.measure import load_profile
 from smoe.machine.processor import BUSY_SHARE, waited_share
-from smoe.report.pace import LastRun, Pace
+from smoe.report.pace import last_run_of, loads_other_way, pace_of
 from smoe.simulator.synthetic import SAYS
 
 _UNTAUGHT = (
@@ -16,6 +18,11 @@ _TAUGHT = (
     "the speeds use times measured in earlier runs of this model in precision {}; rows of other precisions use this "
     "machine's rates until such a run exists, and are too optimistic"
 )
+_OTHER_LOADS = (
+    "the time of loading an expert is not one of them, but follows from the measured rate of the {}: earlier runs read "
+    "experts {}, and with this budget a run reads them {}"
+)
+_DISK, _CACHE = "from the disk", "from the page cache"
 _BUSY = (
     "this machine is busy: this command waited {:.0%} of its time for a core used by other programs; rates measured "
     "meanwhile are too low"
@@ -49,9 +56,14 @@ def of_machine(rates: Rates, is_emulated: bool) -> list[str]:
     return [*busy, *remarks, figures]
 
 
-def of_earlier_runs(known: Pace, last: LastRun | None, precision: str) -> list[str]:
-    """Return remarks about earlier runs of the model on this machine."""
+def of_earlier_runs(place: Path, precision: str, is_direct: bool) -> list[str]:
+    """Return remarks about earlier runs of the model in `place` on this machine. `is_direct`: whether the forecast run
+    reads experts past the page cache."""
+    known, last = pace_of(place, precision, is_direct), last_run_of(place, precision, is_direct)
     if known.layer is None:
         return [_UNTAUGHT.format(precision)]
     skewed = ["the simulated routing uses experts as unevenly as those runs did"] if known.skew is not None else []
-    return [_TAUGHT.format(precision), *skewed, *([] if last is None else last.doubts())]
+    loads = []
+    if loads_other_way(place, precision, is_direct):
+        loads.append(_OTHER_LOADS.format(*(("disk", _CACHE, _DISK) if is_direct else ("memory", _DISK, _CACHE))))
+    return [_TAUGHT.format(precision), *loads, *skewed, *([] if last is None else last.doubts())]
