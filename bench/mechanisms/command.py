@@ -18,8 +18,16 @@ from smoe.cli.options import EngineOptions
 from smoe.errors import ConfigError
 from smoe.eval.texts import read_documents
 from smoe.load.device import choose_device
+from smoe.load.observer import LoadObserver
 from smoe.load.pretrained import load
 from smoe.load.tokenizer import load_tokenizer
+
+
+class _Warned(LoadObserver):
+    """Warns if more memory is requested than is free."""
+
+    def short_of_memory(self, message: str) -> None:
+        warn(message)
 
 
 def ablate_model(
@@ -49,7 +57,7 @@ def ablate_model(
             rounds,
             config,
             rows,
-            lambda wanted: load(model, wanted, options.revision, on_shortage=warn),
+            lambda wanted: load(model, wanted, options.revision, _Warned()),
             lambda step: bars.update(task, advance=1, description=step.name.strip()),
         )
     if not lines:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from smoe.errors import CheckpointError
 from smoe.load import pretrained, verified_packs
+from smoe.load.observer import LoadObserver
 from smoe.presets import configure
 from smoe.user_cache import PLACE
 from tests import oracle
@@ -115,8 +116,13 @@ def test_a_cache_that_cannot_be_written_is_no_error(
 def test_how_far_it_is_can_be_heard(folder: Path) -> None:
     path, heard = pack_folder(folder), []
     config = configure(memory_bytes=64 << 20, context_tokens=64)
+
+    class Observer(LoadObserver):
+        def pack_bytes(self, done: int, total: int) -> None:
+            heard.append((done, total))
+
     for _ in range(2):
-        pretrained.load(folder, config, on_pack_bytes=lambda *amount: heard.append(amount)).offload.close()
+        pretrained.load(folder, config, observer=Observer()).offload.close()
     assert [done for done, _ in heard] == sorted(done for done, _ in heard)
     assert heard[-1][0] == heard[-1][1] > path.stat().st_size * 0.9 and heard[0][0] == 0
     assert len(heard) == 5, "the second load reads nothing"

@@ -277,18 +277,14 @@ class Patience:
     """Shows what is being done, if it takes long: on a terminal a line that disappears when it ends, elsewhere one line
     if nothing was printed for some seconds, and a further one every ten seconds.
 
-    `amount()` returns (bytes done, all bytes, or None if their number is unknown); without it only `title` is shown.
+    `amount()` returns (bytes done, all bytes), or None as long as they are unknown; then only `title` is shown.
     """
 
-    def __init__(self, title: str, amount: Callable[[], tuple[int, int | None]] | None = None) -> None:
+    def __init__(self, title: str, amount: Callable[[], tuple[int, int] | None] = lambda: None) -> None:
         self.title = title
         self._amount = amount
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._show, name="smoe-progress", daemon=True)
-
-    def rename(self, title: str) -> None:
-        """Show another title from now on."""
-        self.title = title
 
     def start(self) -> None:
         self._thread.start()
@@ -312,14 +308,14 @@ class Patience:
             if not is_terminal:
                 note(", ".join(part for part in (self.title, state["amount"]) if part))
             while not self._done.wait(0.2):
-                bars.update(task, description=self.title, **self._state())
+                bars.update(task, **self._state())
 
     def _state(self) -> dict[str, Any]:
-        if self._amount is None:
+        amount = self._amount()
+        if amount is None:
             return {"amount": ""}
-        done, total = self._amount()
-        of = "" if total is None else f" of {format_bytes(total)}"
-        return {"completed": done, "total": total, "amount": f"{format_bytes(done)}{of}"}
+        done, total = amount
+        return {"completed": done, "total": total, "amount": f"{format_bytes(done)} of {format_bytes(total)}"}
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import psutil
 import transformers
 from transformers import PreTrainedModel
 
@@ -20,6 +19,7 @@ from smoe.garbage import present_objects_excluded
 from smoe.generation.generate import encode
 from smoe.load.draft_model import is_apart, placed_draft
 from smoe.load.ledger import WHOLE_FITS
+from smoe.load.observer import LoadObserver
 from smoe.load.pretrained import load
 from smoe.load.tokenizer import load_tokenizer
 from smoe.models.checkpoint import Checkpoint, whole_checkpoint
@@ -27,7 +27,6 @@ from smoe.models.files import local_place
 from smoe.models.finish_spec import position_limit
 from smoe.policy.budget import Ledger
 from smoe.runtime.engine import Engine
-from smoe.runtime.offloaded_model import OffloadedModel
 from smoe.units import format_bytes, format_count
 
 _log = logging.getLogger(__name__)
@@ -41,11 +40,14 @@ def loaded_with_tokenizer(
     template: str | None = None,
     prompts: Sequence[str] = (),
     new_tokens: int = 1,
+    *,
+    describes: bool = True,
 ) -> Iterator[tuple[PreTrainedModel, Any]]:
     """Yield the model as `loaded` does, and its tokenizer, with `template` in place of its own chat template.
 
     The tokenizer is built before the budget is divided: 150,000 tokens take 230 MiB for a moment. `prompts` that are
-    empty, or too long for `new_tokens` more tokens, are refused before the weights are read.
+    empty, or too long for `new_tokens` more tokens, are refused before the weights are read. `describes` is as for
+    `loaded`.
     """
     built = list[Any]()
 
@@ -58,7 +60,7 @@ def loaded_with_tokenizer(
             checkpoint = whole_checkpoint(model, revision)
             _check_prompts(built[0], prompts, context, new_tokens, checkpoint)
 
-    with loaded(model, config, revision, build, check) as ready:
+    with loaded(model, config, revision, build, check, describes=describes) as ready:
         yield ready, built[0]
 
 
@@ -68,17 +70,25 @@ def loaded(
     config: EngineConfig,
     revision: str | None,
     on_examined: Callable[[], None] = lambda: None,
-    on_ledger: Callable[[Ledger], None] = lambda ledger: None,
+    on_divided: Callable[[Ledger], None] = lambda ledger: None,
+    *,
+    describes: bool = True,
 ) -> Iterator[PreTrainedModel]:
-    """Yield the loaded model with its engine, which is closed after the `with` block. Print the memory budget, the
-    reason for its size, and its parts.
+    """Yield the loaded model with its engine, which is closed after the `with` block. With `describes`, print how the
+    memory budget is divided and which settings were chosen; else only log it, because the command prints it later.
 
-    `on_examined` and `on_ledger` are called as by `load`, before the weights are read.
+    `on_examined` and `on_divided` are called before the weights are read, as the methods of a `LoadObserver` are.
     """
-    ready = _load(model, config, revision, on_examined, on_ledger)
+    transformers.logging.set_verbosity_error()
+    warn_if_unwritable()
+    watch = _Watch(model, config, on_examined, on_divided)
+    try:
+        ready = load(model, config, revision, watch)
+    finally:
+        watch.stop()
     engine: Any = ready.offload
     try:
-        _note_engine(model, engine)
+        _note_engine(model, engine, note if describes else _log.info)
         with present_objects_excluded():
             yield ready
     finally:
@@ -87,61 +97,32 @@ def loaded(
             warn(doubt)
 
 
-def _load(
-    model: str,
-    config: EngineConfig,
-    revision: str | None,
-    on_examined: Callable[[], None],
-    on_ledger: Callable[[Ledger], None],
-) -> OffloadedModel:
-    """Load a model, and show the progress of reading headers, checking packs and loading."""
-    transformers.logging.set_verbosity_error()
-    warn_if_unwritable()
-    opening, watch, checking = Patience(f"reading the headers of {model}"), _Watch(model), _Checking()
-
-    def start(ledger: Ledger) -> None:
-        opening.stop()
-        on_ledger(ledger)
-        if config.cluster is not None:
-            note(_open_to(config.cluster))
-            awaited = format_count(config.cluster_workers, "worker")
-            awaited += " and a draft model" if is_apart(placed_draft(config)) else ""
-            seconds = f"{config.cluster_timeout_seconds:g} s"
-            note(f"after loading, this command waits up to {seconds} for {awaited} of the cluster {config.cluster}")
-        watch.start()
-
-    def check(done: int, total: int) -> None:
-        opening.stop()
-        checking.show(done, total)
-
-    if local_place(model) is not None:  # a download has bars of its own
-        opening.start()
-    try:
-        return load(model, config, revision, start, watch.lock, warn, check, on_examined)
-    finally:
-        opening.stop()
-        checking.stop()
-        watch.stop()
-
-
-def _note_engine(model: str, engine: Engine) -> None:
-    """Print and log how an engine uses its memory, why some of its settings have their values, and which workers are
-    connected."""
-    described = describe(engine.ledger, engine.budget_reason, engine.config.keeps_experts)
-    _log.info("%s is loaded: %s", model, described)
+def _note_engine(model: str, engine: Engine, say: Callable[[str], None]) -> None:
+    """Pass on to `say` how an engine uses its memory, and why some of its settings have their values. Print which
+    workers are connected."""
+    _log.info("%s is loaded", model)
     _log.debug("%s", engine.config)
-    note(described)
-    if engine.ledger.cache_slots < engine.ledger.demand.total_experts:
-        note(division(engine.ledger, engine.context_tokens, engine.config))
-    for name, why in engine.reasons.items():
-        value = in_words(getattr(engine.config, name))
-        _log.info("%s %s, %s", name, value, why)
-        note(f"{name}={value} is used: {why}")
+    for line in described(engine):
+        say(line)
     if engine.executor.compute.others is not None:
         came = [each["name"] for each in engine.executor.compute.others.described() if each["state"] == "ready"]
         note(f"connected workers: {', '.join(came) or 'none yet'}")
         if is_apart(engine.config):
             _note_draft(engine.executor.compute.others.draft)
+
+
+def described(engine: Engine) -> list[str]:
+    """Return lines that say how an engine divides its memory budget, and why some of its settings have their values."""
+    ledger = engine.ledger
+    lines = [describe(ledger, engine.budget_reason, engine.config.keeps_experts)]
+    if ledger.cache_slots < ledger.demand.total_experts:
+        lines.append(division(ledger, engine.context_tokens, engine.config))
+    return lines + settings_chosen(engine)
+
+
+def settings_chosen(engine: Engine) -> list[str]:
+    """Return a line for each setting that the user left out and that was chosen for the model, with the reason."""
+    return [f"{name}={in_words(getattr(engine.config, name))} is used: {why}" for name, why in engine.reasons.items()]
 
 
 def _check_prompts(
@@ -203,52 +184,73 @@ def division(ledger: Ledger, context_tokens: int, config: EngineConfig) -> str:
     return f"{parts}; a smaller {smaller} more for experts"
 
 
-class _Checking:
-    """A progress bar for each pack that is verified, if that takes longer than a second."""
+class _Watch(LoadObserver):
+    """Shows the progress of loading: reading headers, verifying packs, reading weights, and what follows."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        model: str,
+        config: EngineConfig,
+        on_examined: Callable[[], None],
+        on_divided: Callable[[Ledger], None],
+    ) -> None:
+        self._model, self._config = model, config
+        self._on_examined, self._on_divided = on_examined, on_divided
+        self._bytes: tuple[int, int] | None = None
         self._bar: Patience | None = None
-        self._amount = (0, 0)
+        if local_place(model) is not None:  # a download has bars of its own
+            self._show(f"reading the headers of {model}")
 
-    def show(self, done: int, total: int) -> None:
-        """Show that `done` of `total` bytes have been read."""
-        self._amount = done, total
-        if self._bar is None:
-            self._bar = Patience("checking the packed file, once on this machine", lambda: self._amount)
-            self._bar.start()
+    def examined(self) -> None:
+        self._on_examined()
+
+    def short_of_memory(self, message: str) -> None:
+        warn(message)
+
+    def pack_bytes(self, done: int, total: int) -> None:
+        self._show_bytes("checking the packed file, once on this machine", done, total)
         if done == total:
             self.stop()
 
+    def divided(self, ledger: Ledger) -> None:
+        self.stop()
+        self._on_divided(ledger)
+        if self._config.cluster is not None:
+            _note_cluster(self._config, self._config.cluster)
+        self._show(f"loading {self._model}")
+
+    def weight_bytes(self, done: int, total: int) -> None:
+        self._show_bytes(f"loading {self._model}", done, total)
+        if done == total:
+            self._show(f"preparing {self._model}")
+
+    def host_tier(self, nbytes: int) -> None:
+        self._show(f"allocating {format_bytes(nbytes)} of host memory")
+
     def stop(self) -> None:
+        """Remove the line that shows the progress."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
-
-class _Watch:
-    """A line that shows how much memory the loaded part of a model takes, measured by the growth of the process's
-    resident memory. The total is unknown, because slots for experts get their memory while other weights are read.
-
-    It starts when the memory budget is known, which is after any download.
-    """
-
-    def __init__(self, model: str) -> None:
-        self._bar = Patience(f"loading {model} into memory", self._amount)
-        self._process = psutil.Process()
-        self._before = self._most = 0
-
-    def start(self) -> None:
-        self._before = self._process.memory_info().rss
+    def _show(self, title: str) -> None:
+        """Show a phase whose amount is unknown."""
+        self.stop()
+        self._bytes = None
+        self._bar = Patience(title, lambda: self._bytes)
         self._bar.start()
 
-    def lock(self, nbytes: int) -> None:
-        """Show that host memory for experts is allocated and locked, which is done with a GPU."""
-        self._bar.rename(f"allocating {format_bytes(nbytes)} of host memory")
+    def _show_bytes(self, title: str, done: int, total: int) -> None:
+        """Show that `done` of `total` bytes of a phase have been read."""
+        if self._bar is None or self._bar.title != title:
+            self._show(title)
+        self._bytes = done, total
 
-    def stop(self) -> None:
-        self._bar.stop()
 
-    def _amount(self) -> tuple[int, None]:
-        """Return the most bytes so far; loading also frees memory."""
-        self._most = max(self._most, self._process.memory_info().rss - self._before)
-        return self._most, None
+def _note_cluster(config: EngineConfig, cluster: str) -> None:
+    """Print on which address the coordinator listens, and for which workers this command will wait."""
+    note(_open_to(cluster))
+    awaited = format_count(config.cluster_workers, "worker")
+    awaited += " and a draft model" if is_apart(placed_draft(config)) else ""
+    seconds = f"{config.cluster_timeout_seconds:g} s"
+    note(f"after loading, this command waits up to {seconds} for {awaited} of the cluster {cluster}")

@@ -11,8 +11,7 @@ In this order, an error is found before anything large is read.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,10 @@ from smoe.load.build import assemble
 from smoe.load.divide import Divided, divide
 from smoe.load.draft_model import PlannedDraft, following, is_apart
 from smoe.load.ledger import shortages_of
+from smoe.load.observer import LoadObserver
 from smoe.load.open_draft import draft_on_thread
 from smoe.load.resolve import Resolved, resolve
-from smoe.load.verified_packs import OnBytes, verify_pack
+from smoe.load.verified_packs import verify_pack
 from smoe.machine.native_heap import give_back_heap
 from smoe.machine.process_memory import note_start
 from smoe.memory.arena import Arena, forget_peak
@@ -38,14 +38,13 @@ from smoe.memory.store import StoredLayer
 from smoe.models.checkpoint import Checkpoint
 from smoe.models.dense import count_whole
 from smoe.models.spec import LibrarySpec, ModelSpec
-from smoe.policy.budget import Ledger
+from smoe.models.weight_bytes import OnBytes
 from smoe.presets import configure
 from smoe.runtime.lifetime import collect_dropped
 from smoe.runtime.offloaded_model import OffloadedModel
 from smoe.runtime.running_ahead import DraftRouting
 from smoe.units import parse_bytes, parse_share
 
-_log = logging.getLogger(__name__)
 _TOUCH_SECONDS = 2.0
 """How long loading waits, in seconds, for the allocation of slots. What remains is allocated while the model runs."""
 
@@ -97,47 +96,37 @@ def load(
     model: str | Path,
     config: EngineConfig,
     revision: str | None = None,
-    on_ledger: Callable[[Ledger], None] | None = None,
-    on_host_tier: Callable[[int], None] | None = None,
-    on_shortage: Callable[[str], None] = _log.warning,
-    on_pack_bytes: OnBytes = lambda done, total: None,
-    on_examined: Callable[[], None] = lambda: None,
+    observer: LoadObserver | None = None,
 ) -> OffloadedModel:
-    """Load a model as `from_pretrained` does, with the settings `config`.
-
-    `on_examined` is called when the model is known to be supported, before the budget is divided: what it allocates
-    counts as memory of the libraries. `on_ledger` is called with the division of the budget before anything large is
-    read. `on_host_tier` is called with the bytes of host memory that will be locked for a GPU. `on_shortage` is called
-    with a message if more memory is requested than is free. `on_pack_bytes` is called with the progress of comparing a
-    packed file with its checksums, which is done once per machine.
-    """
+    """Load a model as `from_pretrained` does, with the settings `config`. The methods of `observer` are called as
+    loading proceeds."""
+    seen = observer or LoadObserver()
     collect_dropped()
     resolved = resolve(model, config, revision)
-    on_examined()
+    seen.examined()
     note_start()
     divided = divide(resolved)
     for sentence in shortages_of(divided.config, divided.ledger, resolved.device):
-        on_shortage(sentence)
-    _verify_packs(resolved.checkpoint, resolved.spec, resolved.stored, on_pack_bytes)
-    if on_ledger is not None:
-        on_ledger(divided.ledger)
-    served = _open(resolved, divided, on_host_tier)
+        seen.short_of_memory(sentence)
+    _verify_packs(resolved.checkpoint, resolved.spec, resolved.stored, seen.pack_bytes)
+    seen.divided(divided.ledger)
+    served = _open(resolved, divided, seen)
     give_back_heap()  # memory that only loading needed
     return served
 
 
-def _open(resolved: Resolved, divided: Divided, on_host_tier: Callable[[int], None] | None) -> OffloadedModel:
+def _open(resolved: Resolved, divided: Divided, observer: LoadObserver) -> OffloadedModel:
     """Allocate the slots, load the non-expert weights, and connect an engine to the model."""
     ledger, device = divided.ledger, resolved.device
     forget_peak(device)
     arena = Arena(ledger.sizes, device, huge_pages=divided.config.direct_io == "on")
     try:
         arena.touch(slots=ledger.slots_in_use)  # allocation is slower than the disk, and other weights load meanwhile
-        loaded = resolved.checkpoint.load_dense(divided.spec, device)
+        loaded = resolved.checkpoint.load_dense(divided.spec, device, observer.weight_bytes)
         count_whole(loaded, divided.spec.shell)
         arena.wait_touched(_TOUCH_SECONDS)
         draft = _draft_routing(divided.draft, loaded, divided.spec, divided.config)
-        return assemble(loaded, arena, _pacing(resolved, divided), resolved, divided, draft, on_host_tier)
+        return assemble(loaded, arena, _pacing(resolved, divided), resolved, divided, draft, observer.host_tier)
     except BaseException:
         arena.close()
         raise

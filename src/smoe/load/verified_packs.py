@@ -7,7 +7,7 @@ written or copied since then is compared again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from smoe.errors import CheckpointError
@@ -15,14 +15,12 @@ from smoe.memory.store import StoredLayer
 from smoe.models.checkpoint import Checkpoint
 from smoe.models.packed import Contents, Packed, contents_as_they_are, contents_in_precision
 from smoe.models.spec import ModelSpec
+from smoe.models.weight_bytes import OnBytes
 from smoe.packing.writer import damaged_layers
 from smoe.user_cache import keep, of_model, read_stored
 
 _FORM = 1
 _log = logging.getLogger(__name__)
-
-OnBytes = Callable[[int, int], None]
-"""A function (bytes read, total bytes) that receives progress. Both numbers are equal at the end."""
 
 
 def verify_pack(checkpoint: Checkpoint, spec: ModelSpec, experts: Mapping[int, StoredLayer], on_bytes: OnBytes) -> None:

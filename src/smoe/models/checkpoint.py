@@ -16,6 +16,7 @@ from smoe.memory.gguf_header import is_gguf
 from smoe.models.described import Described
 from smoe.models.files import described_place, fetch, local_place
 from smoe.models.spec import LibrarySpec
+from smoe.models.weight_bytes import OnBytes
 
 
 class Checkpoint(Described, Protocol):
@@ -28,9 +29,11 @@ class Checkpoint(Described, Protocol):
         """Return the names of weights that the configuration ties but that the files store with different values.
         `shell` is the model without weights. The list is empty if the weight files are missing."""
 
-    def load_dense(self, spec: LibrarySpec, device: torch.device) -> PreTrainedModel:
+    def load_dense(
+        self, spec: LibrarySpec, device: torch.device, on_bytes: OnBytes = lambda done, total: None
+    ) -> PreTrainedModel:
         """Return the transformers model with all weights except the experts'. No file stays memory-mapped. Weights
-        named in `spec.dense` stay quantized (`quantised_linear.py`)."""
+        named in `spec.dense` stay quantized (`quantised_linear.py`). `on_bytes` receives the progress of reading."""
 
     def tokenizer(self) -> Any:
         """Return the transformers tokenizer, with the chat template if the files have one."""

@@ -25,14 +25,20 @@ from smoe.errors import CheckpointError
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import MATRIX_ALIGNMENT
 from smoe.models.expert_index import parameter_names
+from smoe.models.weight_bytes import OnBytes, WeightBytes
 
 
 def check_loaded(
-    model: PreTrainedModel, report: Mapping[str, Any], place: Path, stored_as: Callable[[str], str]
+    model: PreTrainedModel,
+    report: Mapping[str, Any],
+    place: Path,
+    stored_as: Callable[[str], str],
+    on_bytes: OnBytes = lambda done, total: None,
 ) -> None:
     """Raise `CheckpointError` if a weight is missing, has another shape, or contains NaN or infinity.
 
     `report`: the loading report of transformers. `stored_as`: returns the file and key of a parameter, for messages.
+    `on_bytes` receives the progress: weights that transformers has memory-mapped are read from the disk here.
     """
     mismatched = sorted(entry[0] for entry in report["mismatched_keys"])
     if mismatched:
@@ -46,9 +52,12 @@ def check_loaded(
             f"{place} lacks {len(missing)} weights, beginning with {missing[0]!r}; the checkpoint is incomplete: "
             "download it again"
         )
-    for name, parameter in model.named_parameters():
+    parameters = dict(model.named_parameters())
+    checked = WeightBytes(sum(parameter.nbytes for parameter in parameters.values()), on_bytes)
+    for name, parameter in parameters.items():
         if not bool(torch.isfinite(parameter.sum())) and not bool(torch.isfinite(parameter).all()):
             raise CheckpointError(f"{stored_as(name)} holds NaN or infinity ({place}); download the checkpoint again")
+        checked.add(parameter.nbytes)
 
 
 def built_of(

@@ -26,6 +26,7 @@ from smoe.models.gguf_sources import WeightSource
 from smoe.models.gguf_tokenizer import read_gguf_tokenizer, read_sampling
 from smoe.models.quantised_linear import keep_on_disk, keep_quantised
 from smoe.models.spec import LibrarySpec
+from smoe.models.weight_bytes import OnBytes, WeightBytes
 
 
 class GgufFile(GgufSizes):
@@ -41,7 +42,9 @@ class GgufFile(GgufSizes):
     def stored_apart(self, shell: PreTrainedModel, dtype: torch.dtype) -> list[str]:
         return []  # in GGUF files a stored output matrix is what makes a model untied
 
-    def load_dense(self, spec: LibrarySpec, device: torch.device) -> PreTrainedModel:
+    def load_dense(
+        self, spec: LibrarySpec, device: torch.device, on_bytes: OnBytes = lambda done, total: None
+    ) -> PreTrainedModel:
         spec.config._experts_implementation = "eager"
         sampling = read_sampling(self._headers[0])
         assert all(tensor.path.parent == self.place.parent for tensor in spec.dense.values()), "a header's copy"
@@ -53,17 +56,22 @@ class GgufFile(GgufSizes):
         # torch's memory begins at a cache line, as our kernels require of matrices
         wide = {name for name, weight in spec.outline.weights.items() if weight.is_wide}
         state = {name: _room(weights[name], name in spec.dense, name in wide) for name in sources}
+        on_disk = {spec.embedding} & spec.dense.keys() if spec.embedding_on_disk else set()
+        sizes = {name: sum(stored[key].nbytes for key in sources[name].keys) for name in sources.keys() - on_disk}
+        read = WeightBytes(sum(sizes.values()), on_bytes)
         for name in sources.keys() - spec.dense.keys():
             self._read(sources[name], spec.config, state[name])
+            read.add(sizes[name])
         with without_expert_weights(spec.shell), quiet_library(), naming(f"cannot load the weights in {self.place}"):
             loaded, report = built_of(state, spec.shell, spec.dtype.torch)
         check_loaded(loaded, report, self.place, lambda name: f"{_key_of(sources, name)!r} in {self.place}")
         for name, tensor in spec.dense.items():
-            if name == spec.embedding and spec.embedding_on_disk:
+            if name in on_disk:
                 keep_on_disk(loaded, name, FORMATS[tensor.dtype], StoredRows(tensor), spec.dtype.torch)
                 continue
             codes = self._all_codes(sources[name], spec.config)
             keep_quantised(loaded, name, FORMATS[tensor.dtype], codes, spec.dtype.torch)
+            read.add(sizes[name])
         loaded.name_or_path = loaded.config.name_or_path = str(self.place)  # for messages: the loader was given no name
         with naming(f"the sampling settings in {self.place} cannot be used"):
             generation: GenerationConfig = loaded.generation_config

@@ -20,6 +20,7 @@ from smoe.models.files import naming
 from smoe.models.quantised_linear import can_stay_quantised, keep_quantised
 from smoe.models.reference import stored_numbers
 from smoe.models.spec import LibrarySpec
+from smoe.models.weight_bytes import OnBytes, WeightBytes
 
 
 def quantised_layers(spec: LibrarySpec, matrices: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -34,14 +35,20 @@ def quantised_layers(spec: LibrarySpec, matrices: Mapping[str, StoredTensor]) ->
     return found
 
 
-def load_released(place: Path, spec: LibrarySpec, matrices: Mapping[str, StoredTensor]) -> PreTrainedModel:
-    """Return the transformers model with all weights except the experts'. Weights in `spec.dense` stay quantized."""
-    state = _state(spec, matrices)
+def load_released(
+    place: Path, spec: LibrarySpec, matrices: Mapping[str, StoredTensor], on_bytes: OnBytes
+) -> PreTrainedModel:
+    """Return the transformers model with all weights except the experts'. Weights in `spec.dense` stay quantized.
+    `on_bytes` receives the progress of reading."""
+    stored = _stored(spec, matrices)
+    read = WeightBytes(sum(matrices[key].nbytes for key in stored), on_bytes)
+    state = _state(spec, matrices, stored, read)
     with without_expert_weights(spec.shell), quiet_library(), naming(f"cannot load the weights in {place}"):
         loaded, report = built_of(state, spec.shell, spec.dtype.torch)
     check_loaded(loaded, report, place, lambda name: stored_as(spec.shell, name, matrices))
     for name, tensor in spec.dense.items():
         keep_quantised(loaded, name, FORMATS[tensor.dtype], _blocks(tensor), spec.dtype.torch)
+        read.add(tensor.nbytes)
     move_to_own_memory(loaded)  # copies what is left: replaced weights have no memory
     loaded.name_or_path = loaded.config.name_or_path = str(place)  # for messages: the loader was given no name
     if (place / "generation_config.json").exists():
@@ -50,25 +57,32 @@ def load_released(place: Path, spec: LibrarySpec, matrices: Mapping[str, StoredT
     return model
 
 
-def _state(spec: LibrarySpec, matrices: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
-    """Return the weights for transformers' loader, by the keys of an unquantized checkpoint.
-
-    Weights that stay quantized get placeholders without memory. Tensors that the model lacks, such as those of
-    multi-token prediction layers, are not read.
-    """
+def _stored(spec: LibrarySpec, matrices: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """Return {key: transformers name} of the weights to read. Experts are left out, and so are tensors that the model
+    lacks, such as those of multi-token prediction layers."""
     experts, known = {site.name for site in spec.sites}, spec.shell.state_dict()
+    names = parameter_names(spec.shell, matrices)
+    return {key: name for key, name in names.items() if name in known and name.rpartition(".")[0] not in experts}
+
+
+def _state(
+    spec: LibrarySpec, matrices: Mapping[str, StoredTensor], stored: Mapping[str, str], read: WeightBytes
+) -> dict[str, torch.Tensor]:
+    """Return the weights `stored` for transformers' loader, by the keys of an unquantized checkpoint. Weights that stay
+    quantized get placeholders without memory."""
+    shapes = {name: weight.shape for name, weight in spec.shell.state_dict().items()}
     found = {}
-    for key, name in parameter_names(spec.shell, matrices).items():
+    for key, name in stored.items():
         tensor = matrices[key]
-        if name not in known or name.rpartition(".")[0] in experts:
-            continue
         if name in spec.dense:
-            found[key] = torch.zeros((), dtype=spec.dtype.torch).expand(known[name].shape)
-        elif tensor.made_of:
+            found[key] = torch.zeros((), dtype=spec.dtype.torch).expand(shapes[name])
+            continue
+        if tensor.made_of:
             found[key] = stored_numbers(tensor).to(spec.dtype.torch)
         else:
             with safe_open(tensor.path, framework="pt") as file:
                 found[key] = file.get_tensor(tensor.key)
+        read.add(tensor.nbytes)
     return found
 
 

@@ -28,6 +28,7 @@ from smoe.models.registration import register_local_families
 from smoe.models.released_layers import load_released, quantised_layers
 from smoe.models.safetensors_sizes import SafetensorsSizes
 from smoe.models.spec import LibrarySpec, ModelSpec
+from smoe.models.weight_bytes import OnBytes
 
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _TOKENIZER_FILE = re.compile(r"tokenizer|special_tokens|added_tokens|vocab|merges|chat_template")
@@ -51,11 +52,13 @@ class SafetensorsFolder(SafetensorsSizes):
     def _read_as(self, fields: Mapping[str, Any]) -> tuple[str, ...]:
         return family_doubts(fields)
 
-    def load_dense(self, spec: LibrarySpec, device: torch.device) -> PreTrainedModel:
+    def load_dense(
+        self, spec: LibrarySpec, device: torch.device, on_bytes: OnBytes = lambda done, total: None
+    ) -> PreTrainedModel:
         spec.config._experts_implementation = "eager"
         check_generation(self.place)
         if self._scheme is not None:
-            return load_released(self.place, spec, self._matrices).to(device).eval().requires_grad_(False)
+            return load_released(self.place, spec, self._matrices, on_bytes).to(device).eval().requires_grad_(False)
         with without_expert_weights(spec.shell), quiet_library(), naming(f"cannot load the weights in {self.place}"):
             loaded, report = auto_class(spec.config).from_pretrained(
                 self.place,
@@ -67,7 +70,7 @@ class SafetensorsFolder(SafetensorsSizes):
                 ignore_mismatched_sizes=True,  # the mismatch is in the report, and `check_loaded` raises the error
                 output_loading_info=True,
             )
-        check_loaded(loaded, report, self.place, lambda name: stored_as(loaded, name, self.tensors()))
+        check_loaded(loaded, report, self.place, lambda name: stored_as(loaded, name, self.tensors()), on_bytes)
         if device.type == "cpu":
             move_to_own_memory(loaded)
         model: PreTrainedModel = loaded.to(device).eval().requires_grad_(False)
