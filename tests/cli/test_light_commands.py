@@ -46,6 +46,7 @@ REFUSED = [
     ["chat", "demo", "--memory", "1MiB"],
     ["serve", "demo", "--memory", "1MiB", "--port", "0"],
     ["generate", "demo", "--memory", "2xB", "-p", "x"],
+    ["generate", "demo", "-p", ""],
     ["generate", "demo", "--preset", "nothing", "-p", "x"],
     ["generate", "demo", "--device", "nothing", "--memory", "20MiB", "-p", "x"],
     ["generate", "/nothing/here", "-p", "x"],

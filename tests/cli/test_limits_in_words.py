@@ -86,7 +86,7 @@ def test_memory_that_is_used_and_not_free_is_warned_of():
 
 def test_a_model_that_fits_whole_is_described_so(run, checkpoint):
     ran = run("generate", checkpoint, "-p", "One", "--max-new-tokens", 2)
-    assert re.match(r"the whole model fits in \S+ \S+, all \d+ experts resident\n", ran.err), ran.err
+    assert re.search(r"^budget +the whole model fits in \S+ \S+, all \d+ experts resident$", ran.err, re.M), ran.err
 
 
 def test_experts_read_in_the_background_are_called_so():
@@ -110,7 +110,10 @@ def test_memory_in_ram_is_one_account():
     process = ProcessMemory(2500 * MIB, 400 * MIB, 2048 * MIB, 52 * MIB)
     memory, whole = _summary(process, 2048 * MIB)
     assert memory == "2.00 GiB of the budget of 2.00 GiB at most"
-    assert whole.endswith("of the budget 2.00 GiB, the libraries' kernels and scratch 52.0 MiB")
+    assert whole == (
+        "2.44 GiB at most: of the budget 2.00 GiB, outside the budget 452 MiB (interpreter and libraries 400 MiB, "
+        "library scratch memory 52.0 MiB)"
+    )
 
 
 def test_memory_that_was_only_reserved_is_called_so():
@@ -118,7 +121,7 @@ def test_memory_that_was_only_reserved_is_called_so():
     process = ProcessMemory(2192 * MIB, 400 * MIB, 1792 * MIB, 0)
     memory, whole = _summary(process, 2048 * MIB)
     assert memory == "2.00 GiB of the budget of 2.00 GiB reserved, at most 1.75 GiB of it used"
-    assert whole.endswith("the budget with the libraries' kernels and scratch 1.75 GiB") and "0 B" not in whole
+    assert whole.endswith("budget and library scratch memory 1.75 GiB") and "0 B" not in whole
 
 
 def test_a_prompt_above_both_limits_is_refused_with_both():

@@ -16,7 +16,7 @@ from tests.cli.conftest import Run
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not say what it holds")
 
-LINES = ("interpreter and libraries", "their code, once they compute", "their kernels and scratch")
+LINES = ("interpreter and libraries", "library code loaded later", "library scratch memory")
 
 
 def test_a_run_says_what_its_process_is_made_of(run, checkpoint):
@@ -27,16 +27,16 @@ def test_a_run_says_what_its_process_is_made_of(run, checkpoint):
     assert parts.keys() == {"libraries_bytes", "budget_bytes", "scratch_bytes"}
     assert parts["budget_bytes"] <= value["peak_memory_bytes"]
     said = run(*asked).err
-    for word in ("whole process", "interpreter and libraries", "budget", "kernels and scratch"):
+    for word in ("whole process", "of the budget", "outside the budget", LINES[0], LINES[2]):
         assert word in said
 
 
 def test_a_plan_has_a_line_for_each(run, checkpoint):
-    beside = run("plan", checkpoint, "--memory", "4MiB", "--json").json["beside_budget_bytes"]
+    beside = run("plan", checkpoint, "--memory", "4MiB", "--json").json["outside_budget_bytes"]
     assert tuple(beside) == tuple(map(identifier, (LINES[0], "tokenizer", *LINES[1:])))
     assert all(beside[identifier(line)] > 0 for line in LINES)
     said = run("plan", checkpoint, "--memory", "4MiB").out
-    assert all(line in said for line in (*LINES, "whole process at most"))
+    assert all(line in said for line in (*LINES, "outside the budget at most", "whole process at most"))
 
 
 def test_what_the_budget_reserves_is_not_counted_twice():
@@ -82,7 +82,7 @@ def test_what_takes_nothing_is_no_line(run, checkpoint, monkeypatch):
     monkeypatch.setattr("smoe.machine.process_memory.LIBRARY_SCRATCH_BYTES", 0)
     said = run("plan", checkpoint, "--memory", "4MiB").out
     assert LINES[-2] in said and LINES[-1] not in said
-    beside = run("plan", checkpoint, "--memory", "4MiB", "--json").json["beside_budget_bytes"]
+    beside = run("plan", checkpoint, "--memory", "4MiB", "--json").json["outside_budget_bytes"]
     assert beside[identifier(LINES[-1])] == 0
 
 

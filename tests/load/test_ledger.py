@@ -10,12 +10,10 @@ import pytest
 from smoe.kernels.isa import widest
 from smoe.load.ledger import make_ledger, outside_budget
 from smoe.machine.device import CPU
-from smoe.machine.process_memory import LIBRARY_CODE_BYTES, OWN_KERNELS_CODE_BYTES
+from smoe.machine.process_memory import CODE, LIBRARY_CODE_BYTES, OWN_KERNELS_CODE_BYTES
 from smoe.models.read_spec import read_spec
 from smoe.presets import configure
 from tests import gguf_toy
-
-CODE = "their code, once they compute"
 
 
 def test_the_libraries_need_less_where_our_kernels_compute(tmp_path: Path, toy: Callable[..., Path]) -> None:

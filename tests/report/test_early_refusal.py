@@ -5,15 +5,17 @@ Would catch a refusal with other figures than the one by loading, and one of a b
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from smoe.errors import BudgetError, ModelError
+from smoe.errors import BudgetError, ConfigError, ModelError
 from smoe.load.pretrained import load
 from smoe.presets import configure
-from smoe.report.early_refusal import refuse_early
+from smoe.report.early_refusal import refuse_early, refuse_empty_prompts
 from tests import gguf_toy
 
 CASES = ["demo", "mixtral", "gpt_oss", "gguf"]
@@ -51,3 +53,35 @@ def test_a_family_that_only_the_library_knows(toy: Any, tmp_path: Path) -> None:
 def test_no_model_is_said_first() -> None:
     with pytest.raises(ModelError):
         refuse_early("/nothing/here", configure(memory_bytes=1 << 18))
+
+
+@pytest.mark.parametrize(
+    ("settings", "after", "is_refused"),
+    [
+        ({"tokenizer_class": "TokenizersBackend"}, None, True),
+        ({"tokenizer_class": "PreTrainedTokenizerFast"}, {"type": "TemplateProcessing", "special_tokens": {}}, True),
+        ({"tokenizer_class": "Qwen2Tokenizer", "bos_token": None}, {"type": "ByteLevel"}, True),
+        ({"tokenizer_class": "GPT2Tokenizer"}, None, False),
+        ({"tokenizer_class": "TokenizersBackend", "bos_token": "<s>"}, None, False),
+        (
+            {"tokenizer_class": "TokenizersBackend"},
+            {"type": "TemplateProcessing", "special_tokens": {"<s>": {}}},
+            False,
+        ),
+        ({"tokenizer_class": "TokenizersBackend"}, {"type": "Sequence", "processors": []}, False),
+    ],
+)
+def test_an_empty_prompt_is_refused_where_files_show_that_no_token_begins_a_text(
+    settings: dict[str, Any], after: Any, is_refused: bool, toy: Any, tmp_path: Path
+) -> None:
+    """Would catch a prompt that the tokenizer would have begun by itself."""
+    folder = shutil.copytree(toy("mixtral"), tmp_path / "model")
+    refuse_empty_prompts(str(folder), [""])  # no tokenizer here
+    for name, content in (("tokenizer_config.json", settings), ("tokenizer.json", {"post_processor": after})):
+        (folder / name).write_text(json.dumps(content))
+    refuse_empty_prompts(str(folder), ["x", " "])
+    if is_refused:
+        with pytest.raises(ConfigError, match="prompt 2 is empty"):
+            refuse_empty_prompts(str(folder), ["x", ""])
+    else:
+        refuse_empty_prompts(str(folder), ["x", ""])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from smoe.cli.libraries import import_libraries, token_ids
 from smoe.cli.options import EngineOptions, substituting
 
 if TYPE_CHECKING:
@@ -16,19 +17,19 @@ def price_answers(model: str, options: EngineOptions, text: Path | None, tokens:
     costs."""
     from smoe.cli.console import note, print_json
     from smoe.cli.keeping import ResultDestination
-    from smoe.cli.session import loaded
-    from smoe.eval.answer_prices import measure
     from smoe.eval.texts import read_documents
-    from smoe.load.priced_answers import PricedAnswers
-    from smoe.load.tokenizer import load_tokenizer
-    from smoe.models.files import fetch
 
     documents = read_documents(text)
     config = substituting(options)
-    tokenizer = load_tokenizer(model, options.revision)
+    import_libraries(model, config)
+    from smoe.cli.session import loaded
+    from smoe.eval.answer_prices import measure
+    from smoe.load.priced_answers import PricedAnswers
+    from smoe.models.files import fetch
+
+    ids = token_ids(model, options.revision, ["\n\n".join(documents)], tokens)
     keeping = ResultDestination()
     with loaded(model, config, options.revision) as ready:
-        ids = tokenizer("\n\n".join(documents))["input_ids"][:tokens]
         found = _measured(ready, ids, measure)
     priced = PricedAnswers(
         table=found.table,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from smoe.cli.libraries import import_libraries
 from smoe.cli.options import Debug, EngineOptions, Json, Model
 from smoe.cli.plot_file import check_plot
 from smoe.errors import ConfigError
@@ -81,8 +82,6 @@ def command(
 
     The JSON contains machine, versions, model, budget, and the figures of every measurement.
     """
-    from smoe.benchmark.cells import CELLS, QUICK_CELLS
-    from smoe.benchmark.shared_block import SHARED_CELL
     from smoe.cli.console import errors, is_quiet
     from smoe.generation.sampling import check_seed
 
@@ -97,6 +96,10 @@ def command(
         return
     if not is_quiet():
         errors().print(_PHYSICS, soft_wrap=True)
+    import_libraries(model, None)  # the budget is checked later, for the context of the measurements
+    from smoe.benchmark.cells import CELLS, QUICK_CELLS
+    from smoe.benchmark.shared_block import SHARED_CELL
+
     _measure_cells(model, engine, [SHARED_CELL] if share else QUICK_CELLS if quick else CELLS, seed, share, json)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -39,7 +39,7 @@ _LEAVING = (_QUIT, "/exit", "/bye")
 """Messages that end a chat, here and in similar programs."""
 _COMMANDS = {
     "/help": "lists these commands",
-    "/settings": "shows how tokens are chosen, and how much of the context is used",
+    "/settings": "shows how tokens are chosen, and how much of the context and memory is used",
     "/reset": "starts a new conversation",
     _QUIT: "leaves, as /exit, /bye and Ctrl-D do",
     "Ctrl-C": "stops an answer",
@@ -76,7 +76,7 @@ def command(
         )
     _sampling(sampling, None)  # bad values are refused before the model is loaded
     template = None if chat_template is None else read_template(chat_template)
-    with loaded_with_tokenizer(model, settings, engine.revision, template) as (ready, tokenizer):
+    with loaded_with_tokenizer(model, settings, engine.revision, template, describes=False) as (ready, tokenizer):
         chosen = _sampling(sampling, ready)
         chat = Chat(ready, tokenizer, chosen, parses_control_tokens=parse_control_tokens)
         if model == "demo":
@@ -132,8 +132,10 @@ def _help(*, is_asked: bool = False) -> None:
 
 
 def _show_settings(model: PreTrainedModel, chat: Chat, sampling: Sampling, options: ChatSamplingOptions) -> None:
-    """Print the sampling settings with the origin of each, and the part of the context that the conversation uses."""
+    """Print the sampling settings with the origin of each, the part of the context that the conversation uses, and how
+    the memory budget is divided."""
     from smoe.cli.console import note
+    from smoe.cli.session import described
     from smoe.generation.choices import choices_of
 
     choices = choices_of(model, sampling)
@@ -142,10 +144,10 @@ def _show_settings(model: PreTrainedModel, chat: Chat, sampling: Sampling, optio
         lines.append(f"seed {sampling.seed} ({'given' if options.seed is not None else 'drawn; --seed repeats it'})")
     else:
         lines.insert(0, "always the most likely token; --temperature 0.7 would sample")
-    engine = model.offload
+    engine: Any = model.offload
     lines.append(f"at most {sampling.max_new_tokens} new tokens an answer (--max-new-tokens)")
-    lines.append(f"{chat.tokens} of {engine.context_tokens} tokens of context used (--context)")  # type: ignore[union-attr]
-    note("\n".join(lines), is_asked=True)
+    lines.append(f"{chat.tokens} of {engine.context_tokens} tokens of context used (--context)")
+    note("\n".join([*lines, *described(engine)]), is_asked=True)
 
 
 def _ask() -> str | None:

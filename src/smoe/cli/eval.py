@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from smoe.cli.libraries import import_libraries
 from smoe.cli.options import Debug, EngineOptions, Json, Model
 from smoe.cli.plot_file import check_plot
 from smoe.cli.recall import RecallOptions, compare_drafts
@@ -136,6 +137,7 @@ def command(
     thresholds = _thresholds(alphas) if alphas is not None else _usual_thresholds(engine.config())
     if plot is not None:
         check_plot(plot)
+    import_libraries(model, engine.config())
     material = _material(text, tokens, questions, most_questions, tasks, task_folder)
     _price(model, engine, thresholds, material, out, plot, json)
 

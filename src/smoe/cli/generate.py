@@ -19,6 +19,7 @@ from smoe.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from smoe.cli.summary import Setup
     from smoe.generation.detokenizer import OnText
     from smoe.generation.generate import Answer
     from smoe.generation.sampling import Sampling
@@ -83,7 +84,7 @@ def command(
         check_server()
     seconds = _seconds(tpot, engine)
     texts = read_prompts(prompts, model)
-    report = _run(model, texts, engine, to_sampling(sampling), seconds, streams=not json, watch=watch)
+    report, setup = _run(model, texts, engine, to_sampling(sampling), seconds, streams=not json, watch=watch)
     if report.generation.was_interrupted:
         print_interrupted()
     if json:
@@ -91,7 +92,7 @@ def command(
     elif not is_quiet():
         from smoe.cli.summary import print_summary
 
-        print_summary(report)
+        print_summary(report, setup)
     if report.generation.was_interrupted:
         raise typer.Exit(exit_code())
 
@@ -177,16 +178,21 @@ def _run(
     *,
     streams: bool,
     watch: bool,
-) -> RunReport:
-    from smoe.cli.console import Patience, note, warn
+) -> tuple[RunReport, Setup]:
+    """Generate, and return the report and the engine's setup for the summary."""
+    from smoe.cli.console import Patience, warn
 
     config = engine.config(len(texts))
     if tpot is not None and config.prices_answers:
         config, tpot = replace(config, max_perplexity_increase=None, tpot_seconds=tpot), None
     elif tpot is not None:
         config = substituting(engine, len(texts))
+    from smoe.report.early_refusal import refuse_empty_prompts
+
+    refuse_empty_prompts(model, texts)
     import_libraries(model, config)
     from smoe.cli.session import loaded_with_tokenizer
+    from smoe.cli.summary import setup_of
     from smoe.generation.generate import generate
     from smoe.models.files import fetch
     from smoe.report.prompt_layers import PromptLayers
@@ -194,16 +200,14 @@ def _run(
 
     most = sampling.max_new_tokens
     with (
-        loaded_with_tokenizer(model, config, engine.revision, None, texts, most) as (ready, tokenizer),
+        loaded_with_tokenizer(model, config, engine.revision, None, texts, most, describes=not streams) as (
+            ready,
+            tokenizer,
+        ),
         _shown(ready, model, texts, watch) as say,
     ):
         if tpot is not None:
             _meet(tpot, model, engine.preset, ready)
-        if tokenizer.chat_template is not None:
-            note(
-                "this model has a chat template, which smoe chat uses; smoe generate does not use the template and "
-                "continues the prompt as it is"
-            )
         if streams:
             _show_prompt(texts)
         bar = Patience("reading the prompt" if len(texts) == 1 and streams else "generating")
@@ -223,7 +227,8 @@ def _run(
         from smoe.report.hindsight import look_back  # imports the simulator, after the text is printed
 
         report = report_on(generation, ready)
-        return replace(report, forecast=look_back(ready, generation, fetch(model, engine.revision), layers))
+        foretold = look_back(ready, generation, fetch(model, engine.revision), layers)
+        return replace(report, forecast=foretold), setup_of(offload, has_template=tokenizer.chat_template is not None)
 
 
 def _identity(model: str, sampling: SamplingOptions) -> dict[str, object]:

@@ -1,20 +1,55 @@
-"""Imports the libraries that run a model. This takes seconds and makes 390,000 objects, almost all of which stay in
-use."""
+"""The phases that come before the work of a command that runs a model, and take seconds: they are shown.
+
+Importing the libraries makes 390,000 objects, almost all of which stay in use.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from smoe.config import EngineConfig
 from smoe.garbage import collection_paused
 
 
-def import_libraries(model: str, config: EngineConfig) -> None:
+def import_libraries(model: str, config: EngineConfig | None) -> None:
     """Import the libraries, with garbage collection off, which saves a fifth of the time (docs/log/library.md).
 
-    Raises `BudgetError` before the import if the budget cannot hold the model.
+    Raises `BudgetError` before the import if the budget cannot hold the model. `config`: None if the command does not
+    load the model within a budget.
     """
     from smoe.cli.console import doing
     from smoe.report.early_refusal import refuse_early
 
     with doing("importing the libraries"), collection_paused():
-        refuse_early(model, config)
+        if config is not None:
+            refuse_early(model, config)
         import smoe.cli.session  # noqa: F401
+
+
+@contextmanager
+def reading(what: str, model: str) -> Iterator[None]:
+    """Show that a part of the model's files is read. Nothing is shown for a model of the hub, because a download has
+    bars of its own."""
+    from smoe.cli.console import doing
+    from smoe.models.files import local_place
+
+    if local_place(model) is None:
+        yield
+        return
+    with doing(f"reading the {what} of {model}"):
+        yield
+
+
+def token_ids(model: str, revision: str | None, documents: Sequence[str], tokens: int | None = None) -> list[int]:
+    """Return the tokens of documents, one document after the other; at most `tokens` of them."""
+    import transformers
+
+    from smoe.cli.console import doing
+    from smoe.load.tokenizer import load_tokenizer
+
+    transformers.logging.set_verbosity_error()  # a text longer than the model's context is no fault here
+    with reading("tokenizer", model):
+        tokenizer = load_tokenizer(model, revision)
+    with doing("reading the text"):
+        return [token for document in documents for token in tokenizer(document)["input_ids"]][:tokens]

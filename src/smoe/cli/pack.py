@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from smoe.cli.libraries import import_libraries, reading
 from smoe.cli.options import Debug, Json, Model
 from smoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
+    from smoe.config import EngineConfig
     from smoe.models.checkpoint import Checkpoint
     from smoe.models.packed import Contents, Packed
     from smoe.models.spec import LibrarySpec
@@ -134,12 +137,6 @@ def _pack(
 ) -> dict[str, Any]:
     """Write each requested pack that does not exist or is invalid. Return the descriptions of all requested packs,
     ready for JSON."""
-    from dataclasses import replace
-
-    from smoe.models.checkpoint import local_checkpoint, whole_checkpoint
-    from smoe.models.packed import check_takes_less, contents_in_precision
-    from smoe.models.read_spec import read_spec
-    from smoe.packing.writer import check_places
     from smoe.presets import configure
 
     config = configure(dtype=dtype)
@@ -147,17 +144,10 @@ def _pack(
         raise _same_for_every(dtype, "a file in fewer bits")
     if text is not None and precisions == [None]:
         raise ConfigError.idle("calibration_text", str(text.path), "`precision`")
-    known = local_checkpoint(model)
-    if known is not None and None in precisions:
-        known.check_gatherable()
-    spec = read_spec(model, config, revision)
-    asked = []
-    for precision in filter(None, precisions):
-        asked.append(contents_in_precision(spec.sites, precision, spec.config.model_type, spec.own_dtype))
-        check_takes_less(asked[-1], spec)
-    checkpoint = whole_checkpoint(model, revision)
-    if None in precisions:
-        asked.append(_as_they_are(checkpoint, spec, dtype))
+    import_libraries(model, None)
+    from smoe.packing.writer import check_places
+
+    checkpoint, spec, asked = _examined(model, config, precisions, revision)
     ids = _ids(checkpoint, text)
     asked = [replace(contents, calibration=_mark(ids)) for contents in asked]
     good = [None if force else _good(checkpoint, contents) for contents in asked]
@@ -172,6 +162,30 @@ def _pack(
             entry = _entry(contents, contents.path(checkpoint.place), packed is not None, records)
             files.append(entry | {"is_calibrated": is_calibrated})
     return {"model": model, "dtype": str(spec.dtype), "files": files}
+
+
+def _examined(
+    model: str, config: EngineConfig, precisions: list[str | None], revision: str | None
+) -> tuple[Checkpoint, LibrarySpec, list[Contents]]:
+    """Return the checkpoint, its structure, and what each requested pack will contain. Raise an error if one of them
+    cannot be written."""
+    from smoe.models.checkpoint import local_checkpoint, whole_checkpoint
+    from smoe.models.packed import check_takes_less, contents_in_precision
+    from smoe.models.read_spec import read_spec
+
+    with reading("headers", model):
+        known = local_checkpoint(model)
+        if known is not None and None in precisions:
+            known.check_gatherable()
+        spec = read_spec(model, config, revision)
+        asked = []
+        for precision in filter(None, precisions):
+            asked.append(contents_in_precision(spec.sites, precision, spec.config.model_type, spec.own_dtype))
+            check_takes_less(asked[-1], spec)
+        checkpoint = whole_checkpoint(model, revision)
+        if None in precisions:
+            asked.append(_as_they_are(checkpoint, spec, config.dtype))
+    return checkpoint, spec, asked
 
 
 def _as_they_are(checkpoint: Checkpoint, spec: LibrarySpec, dtype: str) -> Contents:
@@ -214,12 +228,15 @@ def _entry(contents: Contents, path: Path, was_there: bool, records: list[dict[s
 
 def _ids(checkpoint: Checkpoint, text: _CalibrationText | None) -> list[int]:
     """Return the token ids of the calibration text; empty if no text is given."""
+    from smoe.cli.console import doing
     from smoe.eval.calibrate import calibration_ids
     from smoe.eval.texts import read_documents
 
     if text is None:
         return []
-    return calibration_ids(checkpoint.tokenizer(), read_documents(text.path, "calibration_text"), text.tokens)
+    documents = read_documents(text.path, "calibration_text")
+    with doing("reading the text"):
+        return calibration_ids(checkpoint.tokenizer(), documents, text.tokens)
 
 
 def _mark(ids: Sequence[int]) -> str | None:

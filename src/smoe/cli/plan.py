@@ -107,7 +107,10 @@ def _print(result: Forecast) -> None:
         budget.add_section()
         for name, count in _taken(result.outside_budget):
             budget.add_row(name, format_bytes(count))
-        whole = result.ledger.total_bytes + sum(result.outside_budget.values())
+        outside = sum(result.outside_budget.values())
+        budget.add_row("[bold]outside the budget at most[/bold]", f"[bold]{format_bytes(outside)}[/bold]")
+        budget.add_section()
+        whole = result.ledger.total_bytes + outside
         budget.add_row("[bold]whole process at most[/bold] (--process-memory)", f"[bold]{format_bytes(whole)}[/bold]")
     console.print(budget)
     if result.outlook is not None:

@@ -12,7 +12,8 @@ from typing import Any
 from rich.table import Table
 
 from smoe.bounds import AS_DTYPE, AUTO
-from smoe.cli.console import errors, note, progress, warn
+from smoe.cli.console import doing, errors, note, progress, warn
+from smoe.cli.libraries import reading
 from smoe.cli.options import EngineOptions, substituting
 from smoe.cli.session import loaded
 from smoe.config import EngineConfig
@@ -132,7 +133,8 @@ def _measure(
             given=",".join(map(str, thresholds)),
             allowed="0 with `max_perplexity_increase`",
         )
-    tokenizer = load_tokenizer(model, options.revision)
+    with reading("tokenizer", model):
+        tokenizer = load_tokenizer(model, options.revision)
     prices: list[Price] = []
     found: dict[str, Any] = {}
     in_memory: dict[str, Any] = {}
@@ -140,7 +142,8 @@ def _measure(
         with loaded(model, replace(choice, **in_memory), options.revision) as ready:
             offload: Any = ready.offload
             numbers = numbers_of(offload.config)
-            documents = _documents(tokenizer, texts, material, offload.context_tokens)
+            with doing("reading the text"):
+                documents = _documents(tokenizer, texts, material, offload.context_tokens)
             tokens = sum(map(len, documents))
             asked = _fitting(asked, tokenizer, offload.context_tokens)
             circumstances = _circumstances(model, config, material, offload.ledger.budget_bytes) | {

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from smoe.bounds import DTYPES, PRECISION
+from smoe.cli.libraries import import_libraries, reading
 from smoe.cli.options import EngineOptions
 from smoe.errors import ConfigError
 
@@ -153,12 +154,9 @@ def compare_drafts(
     """Measure the recall of draft models. Print and store it, and draw it if a picture is requested."""
     from smoe.cli.console import gives_json, is_quiet, note, print_json, progress
     from smoe.cli.plot_file import check_folder
-    from smoe.eval.draft_recall import compare
     from smoe.eval.texts import read_documents
-    from smoe.load.tokenizer import load_tokenizer
-    from smoe.runtime.draft_model import Alignment
 
-    precisions, alignments = asked.precisions, [Alignment(*pair) for pair in asked.pairs]
+    precisions, pairs = asked.precisions, asked.pairs
     (most, length), tokens = asked.lengths, TOKENS if tokens is None else tokens
     if tokens < 1:
         raise ConfigError.out_of_bounds("tokens", tokens, "at least 1")
@@ -166,7 +164,14 @@ def compare_drafts(
         check_folder(plot, "plot")
     config = _exact(engine, length + tokens)
     documents = read_documents(text)[:most]
-    tokenizer = load_tokenizer(model, engine.revision)
+    import_libraries(model, None)
+    from smoe.eval.draft_recall import compare
+    from smoe.load.tokenizer import load_tokenizer
+    from smoe.runtime.draft_model import Alignment
+
+    alignments = [Alignment(*pair) for pair in pairs]
+    with reading("tokenizer", model):
+        tokenizer = load_tokenizer(model, engine.revision)
     prompts = [ids for ids in (list(tokenizer(each, verbose=False)["input_ids"][:length]) for each in documents) if ids]
     with _all_loaded(model, engine, config, precisions) as (ready, spec, drafts), progress("recall", "tokens") as bars:
         runs = len(prompts) * (1 + len(drafts) * len(alignments))
@@ -220,7 +225,8 @@ def _all_loaded(
     from smoe.models.read_spec import read_spec
 
     configs = {name: _of_draft(config, name) for name in precisions}
-    _check_context(model, engine, config)
+    with reading("headers", model):
+        _check_context(model, engine, config)
     _check_room(model, engine.revision, configs)
     with ExitStack() as stack:
         drafts = {name: stack.enter_context(loaded(model, of, engine.revision)) for name, of in configs.items()}

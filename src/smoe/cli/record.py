@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from smoe.cli.generate import DEMO_PROMPT, to_sampling
+from smoe.cli.libraries import import_libraries
 from smoe.cli.options import Debug, EngineOptions, Json, Model
 from smoe.cli.request_options import SamplingOptions
 from smoe.errors import ConfigError
@@ -160,10 +161,12 @@ def record(
     """Record the routing while the model continues `texts`, or reads at most `tokens` of their tokens. Return the
     counts for JSON."""
     from smoe.cli.console import Patience
+
+    config, checked = options.config(), texts if tokens is None else ()
+    import_libraries(model, config)
     from smoe.cli.session import loaded_with_tokenizer
     from smoe.trace.recorder import recording
 
-    config, checked = options.config(), texts if tokens is None else ()
     loading = loaded_with_tokenizer(model, config, options.revision, None, checked, sampling.max_new_tokens)
     with loading as (ready, tokenizer):
         offload = cast("Engine", ready.offload)

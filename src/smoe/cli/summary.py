@@ -5,27 +5,56 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
 from smoe.bounds import INT8
 from smoe.cli.console import errors
+from smoe.machine.process_memory import LIBRARIES, SCRATCH
 from smoe.machine.processor import BUSY_SHARE
 from smoe.report.run import RunReport
 from smoe.units import format_bytes, format_count, format_rate, format_seconds
 
 if TYPE_CHECKING:
+    from smoe.runtime.engine import Engine
     from smoe.server.totals import Totals
 
 _NONE = "-"
+_UNUSED_TEMPLATE = "this model has one; smoe chat uses it, and smoe generate continues the prompt as it is"
 _MET = 1.1
 """The factor by which a token may take longer than the requested time, so that the request counts as met."""
 
 
-def print_summary(report: RunReport) -> None:
+@dataclass(frozen=True)
+class Setup:
+    """How a model was set up for a run: the lines of the summary that do not depend on what was measured."""
+
+    budget: str
+    """How the memory budget is divided."""
+    settings: Sequence[str] = ()
+    """The settings that were chosen for the model, each with its reason."""
+    has_template: bool = False
+    """Whether the model has a chat template, which a continued prompt does not use."""
+
+    @property
+    def remarks(self) -> list[tuple[str, str]]:
+        rows = [("setting", setting) for setting in self.settings]
+        return [*rows, ("chat template", _UNUSED_TEMPLATE)] if self.has_template else rows
+
+
+def setup_of(engine: Engine, *, has_template: bool) -> Setup:
+    """Return how an engine was set up."""
+    from smoe.cli.session import describe, settings_chosen
+
+    budget = describe(engine.ledger, engine.budget_reason, engine.config.keeps_experts)
+    return Setup(budget.removeprefix("budget "), settings_chosen(engine), has_template)
+
+
+def print_summary(report: RunReport, setup: Setup) -> None:
     """Print a generation's summary, one line for each subject; the terminal wraps long lines."""
-    _print(_rows(report))
+    _print([("budget", setup.budget), *_rows(report), *setup.remarks])
 
 
 def print_totals(totals: Totals) -> None:
@@ -242,10 +271,13 @@ def _process(report: RunReport | Totals) -> str:
     if report.process is None:
         return "" if report.process_peak_bytes is None else f"{format_bytes(report.process_peak_bytes)} at most"
     whole, libraries, budget, scratch = (format_bytes(size) for size in report.process)
-    own = f"{whole} at most: interpreter and libraries {libraries}"
+    outside = format_bytes(report.process.outside_budget)
     if _only_reserved(report):  # how the rest divides into budget and scratch is then unknown
-        return f"{own}, the budget with the libraries' kernels and scratch {budget}"
-    return f"{own}, of the budget {budget}, the libraries' kernels and scratch {scratch}"
+        return f"{whole} at most: {LIBRARIES} {libraries}, budget and {SCRATCH} {budget}"
+    return (
+        f"{whole} at most: of the budget {budget}, outside the budget {outside} ({LIBRARIES} {libraries}, {SCRATCH} "
+        f"{scratch})"
+    )
 
 
 def _only_reserved(report: RunReport | Totals) -> bool:

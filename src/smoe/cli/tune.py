@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from smoe.cli.libraries import import_libraries, token_ids
 from smoe.cli.options import Debug, EngineOptions, Json, Model, perplexity_share, substituting
 from smoe.cli.tune_cache import STEPS, tune_cache
 from smoe.cli.tune_corrected_gates import TOKENS as LEARNED_TOKENS
@@ -173,6 +174,8 @@ def _price(
     """Measure the quality cost of several alphas, choose the largest within the bound, and store it."""
     from smoe.cli.console import note, print_json
     from smoe.cli.keeping import ResultDestination
+
+    import_libraries(model, engine.config())
     from smoe.cli.prices import Material, measured, print_table
     from smoe.eval.price import largest_within
     from smoe.load.priced_alpha import PricedAlpha
@@ -216,16 +219,17 @@ def _tune(
     requested."""
     from smoe.cli.console import note, warn
     from smoe.cli.keeping import ResultDestination
-    from smoe.cli.session import loaded
     from smoe.eval.texts import read_documents
-    from smoe.eval.tune import store
-    from smoe.load.tokenizer import load_tokenizer
 
     texts = read_documents(text)
-    tokenizer = load_tokenizer(model, revision)
+    import_libraries(model, config)
+    from smoe.cli.session import loaded
+    from smoe.eval.tune import store
+
+    ids = token_ids(model, revision, texts)
     with loaded(model, config, revision) as ready:
         offload: Any = ready.offload
-        ids = [token for document in texts for token in tokenizer(document)["input_ids"]][: offload.context_tokens]
+        ids = ids[: offload.context_tokens]
         keeping = ResultDestination()
         tuning = _measure(ready, model, ids)
         path = keeping.keep(lambda: store(tuning))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from smoe.cli.libraries import import_libraries
 from smoe.cli.options import EngineOptions
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ def tune_cache(
     from smoe.cli.console import note, print_json, progress
     from smoe.cli.eviction_table import print_evictions
     from smoe.cli.keeping import ResultDestination
+
+    import_libraries(model, None)
     from smoe.eval import tune_cache as tuning
     from smoe.load.cache_weights import FittedWeights
     from smoe.models.files import fetch

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from smoe.cli.libraries import import_libraries, reading, token_ids
 from smoe.cli.options import EngineOptions
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ def tune_corrected_gates(model: str, engine: EngineOptions, text: Path | None, t
     which nothing was learned."""
     from smoe.cli.console import note, print_json
     from smoe.cli.keeping import ResultDestination
+
+    import_libraries(model, engine.config())
     from smoe.load.gate_corrections import LearnedCorrections, remember
     from smoe.models.files import fetch
 
@@ -44,26 +47,24 @@ def _learn(model: str, engine: EngineOptions, text: Path | None, tokens: int) ->
     from smoe.cli.session import loaded
     from smoe.eval.learn_corrections import check_enough, learn, pairs_of
     from smoe.eval.texts import read_documents
-    from smoe.load.tokenizer import load_tokenizer
     from smoe.models.read_spec import read_spec
     from smoe.presets import without_low_copies
 
-    documents = read_documents(text)
-    tokenizer = load_tokenizer(model, engine.revision)
-    ids = [token for document in documents for token in tokenizer(document)["input_ids"]][:tokens]
+    ids = token_ids(model, engine.revision, read_documents(text), tokens)
     check_enough(len(ids))
     exact = replace(without_low_copies(engine.config()), alpha=0.0, alpha_as_priced=False)
     # the stacked gates have the same requirements: routers that are plain products, with known rules
     config = replace(exact, prefetch="stacked-gates", prefetch_asked=None, prefetch_depth=1)
-    spec = read_spec(model, config, engine.revision)
+    with reading("headers", model):
+        spec = read_spec(model, config, engine.revision)
     with loaded(model, config, engine.revision) as ready, progress("tune", "steps") as bars:
-        reading = bars.add_task("reading the text, by tokens", total=len(ids), amount="")
+        reads = bars.add_task("reading the text, by tokens", total=len(ids), amount="")
         learning = bars.add_task("fitting, by pairs of layers", total=len(pairs_of(spec)), amount="")
         return learn(
             ready,
             spec,
             ids,
-            lambda count: bars.update(reading, advance=count),
+            lambda count: bars.update(reads, advance=count),
             lambda count: bars.update(learning, advance=count),
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from smoe.cli.libraries import import_libraries
 from smoe.cli.options import EngineOptions
 
 
@@ -15,6 +16,8 @@ def tune_eviction(
     from smoe.cli.console import note, print_json, progress
     from smoe.cli.eviction_table import print_evictions
     from smoe.cli.keeping import ResultDestination
+
+    import_libraries(model, None)
     from smoe.eval import tune_eviction as tuning
     from smoe.load.next_use import remember
     from smoe.models.files import fetch

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from smoe.cli.libraries import import_libraries, token_ids
 from smoe.cli.options import EngineOptions
 from smoe.errors import ConfigError, UnsupportedModelError
 
@@ -31,11 +32,8 @@ def tune_policies(model: str, engine: EngineOptions, text: Path | None, tokens: 
     """
     from smoe.cli.console import note, print_json, progress
     from smoe.cli.keeping import ResultDestination
-    from smoe.eval.tournament import hold, tokens_of
-    from smoe.load.device import choose_device
     from smoe.load.tuned_settings import CHOICES, remember, where
     from smoe.models.files import fetch
-    from smoe.models.read_spec import read_spec
 
     kinds = [kind for kind in CHOICES if getattr(engine, kind) == "auto"]
     if engine.prefetch not in (None, "auto", "none"):
@@ -47,6 +45,11 @@ def tune_policies(model: str, engine: EngineOptions, text: Path | None, tokens: 
             allowed="auto or none in a tournament",
         )
     config = replace(engine.config(), prefetch="none", prefetch_asked=None, prefetch_trial=False)
+    import_libraries(model, config)
+    from smoe.eval.tournament import hold, tokens_of
+    from smoe.load.device import choose_device
+    from smoe.models.read_spec import read_spec
+
     ids = _ids(model, engine.revision, text, tokens, config.context_tokens)
     keeping = ResultDestination()
     with _interrupted_in_words(), ExitStack() as stack:
@@ -98,19 +101,14 @@ def forget_winners(model: str, engine: EngineOptions, as_json: bool) -> None:
 
 def _ids(model: str, revision: str | None, text: Path | None, tokens: int, context: int | None) -> list[int]:
     """Return the first tokens of the text. Raises `ConfigError` where they are too few, before the model is loaded."""
-    import transformers
-
     from smoe.eval.texts import read_documents
     from smoe.eval.tournament import LEAST_TOKENS
-    from smoe.load.tokenizer import load_tokenizer
 
-    transformers.logging.set_verbosity_error()  # a text longer than the model's context is no fault here
     texts = read_documents(text)
     for name, most in (("tokens", tokens), ("context_tokens", context)):
         if most is not None and most < LEAST_TOKENS:
             raise ConfigError.out_of_bounds(name, most, f"at least {LEAST_TOKENS} for a tournament")
-    tokenizer = load_tokenizer(model, revision)
-    ids = [token for document in texts for token in tokenizer(document)["input_ids"]]
+    ids = token_ids(model, revision, texts)
     if len(ids) < LEAST_TOKENS:
         raise ConfigError.too_few_tokens("text", len(ids), LEAST_TOKENS, "for a tournament")
     return ids[:tokens]

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from smoe.cli.libraries import import_libraries, reading
 from smoe.cli.options import EngineOptions
 from smoe.errors import ConfigError
 from smoe.policy.registry import EXPERT_MLP, fitted_names
@@ -37,6 +38,8 @@ def tune_predictor(
     """Fit the predictor, store and print it."""
     from smoe.cli.console import note, print_json, progress
     from smoe.cli.keeping import ResultDestination
+
+    import_libraries(model, None)
     from smoe.eval import tune_predictor as tuning
     from smoe.eval.train_expert_mlp import LEAST_EPOCHS, MOST_EPOCHS
     from smoe.load.fitted_predictor import place_of, remember
@@ -49,7 +52,8 @@ def tune_predictor(
     if traces and text is not None:
         message = "--text and --trace both give the data to fit on; give one of them"
         raise ConfigError(message, setting="trace", given=str(traces[0]), allowed="only without `text`")
-    spec = read_spec(model, engine.config(), engine.revision)
+    with reading("headers", model):
+        spec = read_spec(model, engine.config(), engine.revision)
     layers = routed_layers(spec)
     keeping, place = ResultDestination(), fetch(model, engine.revision)
     checkpoint = place_of(place, name).with_suffix(".training") if keeping.can_keep else None

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from smoe.cli.libraries import import_libraries, reading, token_ids
 from smoe.cli.options import EngineOptions
 from smoe.config import SETTINGS
 from smoe.errors import ConfigError
@@ -48,17 +49,17 @@ def _read(model: str, engine: EngineOptions, text: Path | None, tokens: int) -> 
     from dataclasses import replace
 
     from smoe.cli.console import progress
-    from smoe.cli.session import loaded
-    from smoe.eval.profile_importance import check_enough, profile_reading
     from smoe.eval.texts import read_documents
-    from smoe.load.tokenizer import load_tokenizer
     from smoe.presets import without_low_copies
 
     texts = read_documents(text)
-    tokenizer = load_tokenizer(model, engine.revision)
-    ids = [token for document in texts for token in tokenizer(document)["input_ids"]][:tokens]
-    check_enough(len(ids), "text")
     config = replace(without_low_copies(engine.config()), alpha=0.0, alpha_as_priced=False)
+    import_libraries(model, config)
+    from smoe.cli.session import loaded
+    from smoe.eval.profile_importance import check_enough, profile_reading
+
+    ids = token_ids(model, engine.revision, texts, tokens)
+    check_enough(len(ids), "text")
     with loaded(model, config, engine.revision) as ready, progress("tune", "tokens") as bars:
         task = bars.add_task("reading the text", total=len(ids), amount="")
         source = "the demo's stories" if text is None else text.name
@@ -69,12 +70,14 @@ def _recorded(model: str, engine: EngineOptions, path: Path, tokens: int) -> Imp
     """Return the importance profile of a recorded run of this model."""
     from itertools import takewhile
 
+    import_libraries(model, None)
     from smoe.eval.profile_importance import profile_recorded
     from smoe.models.read_spec import read_spec
     from smoe.trace.file import Trace
 
     trace = Trace(path)
-    spec = read_spec(model, engine.config(), engine.revision)
+    with reading("headers", model):
+        spec = read_spec(model, engine.config(), engine.revision)
     ours = {site.layer: (site.experts, spec.anatomy.top_k[site.layer]) for site in spec.sites}
     theirs = {layer.layer: (layer.experts, layer.top_k) for layer in trace.header.layers}
     if ours != theirs or trace.header.model_type != spec.config.model_type:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from smoe.cli.libraries import import_libraries, reading
 from smoe.cli.options import Debug, EngineOptions, Json, Model
 from smoe.errors import ConfigError
 from smoe.units import format_count
@@ -80,12 +81,8 @@ def command(
 def _verify(model: str, engine: EngineOptions, tokens: int, seed: int, is_quiet: bool) -> Report:
     from dataclasses import replace
 
-    import torch
-
     from smoe.bounds import AS_DTYPE, INT8
     from smoe.cli.console import progress
-    from smoe.cli.session import loaded
-    from smoe.report.verify import EXPERTS, LOW_COPIES, PASSES, Report, reference_of, verify, verify_low_copies
 
     config = engine.config()
     if config.alpha > 0:
@@ -105,7 +102,14 @@ def _verify(model: str, engine: EngineOptions, tokens: int, seed: int, is_quiet:
             allowed=f"{AS_DTYPE} for smoe verify",
         )
     config = replace(config, activations=AS_DTYPE, **_SERVING_ALL)
-    reference = reference_of(model, config, engine.revision, tokens)
+    import_libraries(model, config)
+    import torch
+
+    from smoe.cli.session import loaded
+    from smoe.report.verify import EXPERTS, LOW_COPIES, PASSES, Report, reference_of, verify, verify_low_copies
+
+    with reading("headers", model):
+        reference = reference_of(model, config, engine.revision, tokens)
     for precision in {config.precision, config.low_precision} - {"auto", "none"}:
         _check_pack(model, precision, engine.revision, reference)
     with loaded(model, config, engine.revision) as ready, progress("verify") as bars:
