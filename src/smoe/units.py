@@ -38,15 +38,6 @@ def parse_bytes(text: str | int, setting: str | None = None) -> int:
     return int(float(match[1]) * scale)
 
 
-def parse_rate(text: str, setting: str | None = None) -> int:
-    """Return the bytes per second of a text such as "20MiB/s" or "20MiB". Raise `ConfigError`, which names the
-    `setting`, unless the rate is above 0."""
-    rate = parse_bytes(text.strip().removesuffix("/s"), setting)
-    if rate <= 0:
-        raise _refusal(text, setting, "is nothing", "a rate above 0", "for example 20MiB/s")
-    return rate
-
-
 _BITS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMG])bit(?:/s)?\s*", re.IGNORECASE)
 
 

@@ -40,6 +40,12 @@ class Bench:
         """What main's own hands were asked for."""
         self.under_way = UnderWay(self.members, self._send, self, 100, lambda: here_load)  # type: ignore[arg-type]
 
+    @property
+    def owes_nothing(self) -> bool:
+        """No worker has a request, and the coordinator none in a worker's place."""
+        workers = (self.under_way.owes(each) for each in self.members.values())
+        return not any(workers) and not self.under_way.needs_rescue
+
     def submit(self, wanted: Any, hidden: Fetched) -> list[Future[torch.Tensor]]:
         del hidden
         self.mine |= {each.key[1]: Future() for each in wanted}
@@ -85,7 +91,7 @@ def test_experts_of_a_lost_request_are_shared_over_the_others() -> None:
     for unit in (3, 4, 5):
         bench.answer(unit)
     assert [future.result(0)[0, 0].item() for future in request.futures] == [0, 1, 2, 3, 4, 5]
-    assert bench.under_way.overdue(0.0) == set() and bench.under_way.is_idle, "nothing is left of it"
+    assert bench.under_way.overdue(0.0) == set() and bench.owes_nothing, "nothing is left of it"
 
 
 def test_each_goes_to_who_is_done_with_it_first() -> None:
@@ -140,7 +146,7 @@ def test_a_late_answer_counts_for_what_is_not_there_yet() -> None:
     bench.answer(2)
     assert [future.result(0)[0, 0].item() for future in request.futures] == [0, 1]
     bench.answer(4)
-    assert bench.under_way.overdue(0.0) == set() and bench.under_way.is_idle
+    assert bench.under_way.overdue(0.0) == set() and bench.owes_nothing
 
 
 def test_late_is_who_has_not_answered_when_it_is_due_and_once() -> None:

@@ -111,15 +111,6 @@ def test_beside_a_worker_with_torch(
     assert not [record for record in caplog.records if "could not serve" in record.message]
 
 
-def test_it_fetches_the_model_first(toy: Callable[..., Path], join: Join, open_model: Open, tmp_path: Path) -> None:
-    promised.needs_machine_code()
-    folder = toy("qwen3_moe", **FITS)
-    join(None, "small", "--fetch", str(tmp_path / "fetched"))
-    model = open_model(folder, "minimum", cluster="test", cluster_timeout_seconds=60.0, **BY_TURNS)
-    oracle.assert_same_steps(oracle.greedy(model), oracle.greedy(open_model(folder, "minimum")))
-    assert members_of(model)["small"].experts > 30
-
-
 def test_the_process_has_begun_anew(toy: Callable[..., Path], join: Join, open_model: Open) -> None:
     """What it holds is not what the command line is made of."""
     promised.needs_machine_code()

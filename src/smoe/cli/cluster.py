@@ -9,7 +9,6 @@ import typer
 from smoe.bounds import MOST_THREADS, PRECISION
 from smoe.cli.cluster_address import moved_to
 from smoe.cli.cluster_draft import Draft, be_draft, check_alone
-from smoe.cli.cluster_files import Fetch, Rate, check_fetch, fetched, send
 from smoe.cli.cluster_forget import forget
 from smoe.cli.cluster_on_ray import RayOptions, up_on_ray
 from smoe.cli.cluster_plan import plan
@@ -208,8 +207,6 @@ def join(
         ),
     ],
     model: Model = "demo",
-    fetch: Fetch = None,
-    rate: Rate = None,
     worker_memory: Memory = None,
     slots: Slots = None,
     worker: Annotated[str | None, typer.Option(help="Name that this worker gets. \\[default: the host's name]")] = None,
@@ -221,16 +218,13 @@ def join(
 ) -> None:
     """Run a worker of another machine's cluster, or its draft model (--draft), until Ctrl-C.
 
-    The same model must be on this machine. With --fetch FOLDER instead of MODEL, its files are first downloaded from
-    the coordinator into a folder and verified; after an interrupt the same command continues. The coordinator, or smoe
-    cluster send, must be running there. A draft model also needs the pack that the coordinator's preset uses: run smoe
-    pack --precision int4 here, or download it with --precision int4.
+    The same model must be on this machine: download it from the hub, or copy its folder, for example with rsync. A
+    draft model also needs the pack that the coordinator's preset uses: run smoe pack --precision int4 here, or copy it.
     """
     from smoe.load.check_zmq import check_zmq
 
-    check_fetch(model, fetch, rate)
     if draft:
-        packs = None if precision == "auto" or fetch is not None else precision
+        packs = None if precision == "auto" else precision
         check_alone({"worker_memory": worker_memory, "slots": slots, "torch": torch, "precision": packs})
     check_zmq()
     import socket
@@ -250,8 +244,6 @@ def join(
         me = accepted(invitation, worker or host[:63] or "worker")
     else:
         me = read_worker(invitation)
-    if fetch is not None:
-        me, model = fetched(me, fetch, precision, rate), str(fetch.expanduser().absolute())
     if draft:
         be_draft(me, model, threads)
     else:
@@ -277,6 +269,6 @@ def work(
         be_worker(read_worker(name), model, WorkerRoom.of(worker_memory, slots), threads, precision, torch)
 
 
-for _command in (up, invite, join, send, status, plan, forget):
+for _command in (up, invite, join, status, plan, forget):
     app.command(help=_command.__doc__)(with_options(_command))
 app.command(hidden=True)(with_options(work))

@@ -7,7 +7,6 @@
     failed               header | text
     fetch                header | experts u32 [n, 2]
     beat, leave          header
-    files and pieces     in `files.py`
     experts              header | JSON object | table [65536]        the reply to DESCRIBE: `described.py`
     draft models         in `draft_frames.py`
 
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
     from smoe.kernels.experts import Bits
 
-VERSION = 2
+VERSION = 3
 MOST_BYTES = 1 << 30
 """The maximum number of bytes of a message part, for every model. A longer part is not received."""
 _MOST_TALK = 1 << 16
@@ -71,29 +70,19 @@ class FrameKind(IntEnum):
     """The sender is alive. A machine that gets this message from the coordinator replies with the same message."""
     LEAVE = 9
     """The sender ends the connection."""
-    FILES = 10
-    """A worker requests the list of the model's files."""
-    MANIFEST = 11
-    """Names, sizes and checksums of the files."""
-    SUMMING = 12
-    """The coordinator is still computing the checksums."""
-    SAME = 13
-    """The worker's manifest equals the coordinator's, so no file has changed."""
-    PIECE = 14
-    """A worker requests a piece of a file; the coordinator sends it."""
-    DESCRIBE = 15
+    DESCRIBE = 10
     """A worker without torch requests the description of experts."""
-    EXPERTS = 16
+    EXPERTS = 11
     """The description of experts."""
-    DRAFT = 17
+    DRAFT = 12
     """A draft model's identity and state."""
-    FOLLOW = 18
+    FOLLOW = 13
     """The coordinator decodes this token, or begins passes that a draft model cannot follow."""
-    KEYS = 19
+    KEYS = 14
     """Keys and values of some positions."""
-    TAKEN = 20
+    TAKEN = 15
     """A machine reports that keys and values have arrived."""
-    EXPECTED = 21
+    EXPECTED = 16
     """Experts that a draft model's routers have chosen."""
 
 

@@ -30,7 +30,6 @@ from smoe.cluster.listening_sockets import ListeningSockets, Membership, user_of
 from smoe.cluster.members import Loss, Member, WorkerState
 from smoe.cluster.pollable_queue import PollableQueue
 from smoe.cluster.requests import ExpertRequest, PendingProof, Proof, resolve
-from smoe.cluster.sending import FILE_KINDS, Courier
 from smoe.cluster.spot_checks import SpotChecks
 from smoe.cluster.under_way import UnderWay
 from smoe.compute.unit import ComputeUnit, ExpertTask
@@ -58,16 +57,15 @@ class ClusterLink:
         self,
         coordinator: Coordinator,
         membership: Membership,
-        courier: Courier,
         seat: Seat,
         rescue: ComputeUnit,
         rows: RowFormat,
         here_load: Callable[[], float],
         verify: float = 0.0,
     ) -> None:
-        """`courier` sends files to workers; draft models connect through `seat`, one at a time. `rescue`, `here_load`:
-        as for `UnderWay`. `verify`: the fraction of the workers' results that the coordinator recomputes. Raises
-        `ClusterError` if the address is not available."""
+        """Draft models connect through `seat`, one at a time. `rescue`, `here_load`: as for `UnderWay`. `verify`: the
+        fraction of the workers' results that the coordinator recomputes. Raises `ClusterError` if the address is not
+        available."""
         self.members: dict[int, Member] = {}
         """All workers that have ever connected, by their unit number in plans."""
         self._membership = membership
@@ -84,7 +82,7 @@ class ClusterLink:
         """For each name, the reason why the last machine of that name was refused."""
         self.losses: list[Loss] = []
         """The losses of workers, in order of time."""
-        self._courier, self._seat = courier, seat
+        self._seat = seat
         self.is_ending = False
         """Whether `close` was called."""
         self._beaten = 0.0
@@ -94,7 +92,6 @@ class ClusterLink:
 
     def begin(self) -> None:
         """Start the thread, which calls `membership` from now on."""
-        self._courier.begin(self.wake)
         self._seat.begin(self.wake, self._note_change)
         self._thread.start()
 
@@ -130,7 +127,6 @@ class ClusterLink:
         self._spot_checks.finish(_CHECKING_SECONDS)
         self._sockets.close()
         self._queue.close()
-        self._courier.close()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -165,7 +161,6 @@ class ClusterLink:
         self._see_who_is_late(time.monotonic())
         self._seat.turn(time.monotonic(), self._send)
         self._spot_checks.go_on(self.under_way.needs_rescue)
-        self._courier.turn(self.under_way.is_idle, self._send)
 
     def _hear(self, parts: list[Any]) -> None:
         route, key = parts[0].bytes, user_of(parts[-1])
@@ -180,8 +175,6 @@ class ClusterLink:
                 parts := self._membership.describe(key, frames.fields_of(frame))
             ):
                 self._send(route, parts)
-            elif frame.kind in FILE_KINDS:
-                self._courier.receive(route, key, frame, self._send)
             elif member is not None and member.key == key and member.state is not WorkerState.OUT:
                 self._answered(member, frame)
         except FrameError as error:

@@ -28,7 +28,6 @@ from smoe.cluster.identity import Coordinator, is_name, keep_status
 from smoe.cluster.link import ClusterLink
 from smoe.cluster.members import Member, WorkerState
 from smoe.cluster.requests import Proof
-from smoe.cluster.sending import Courier
 from smoe.compute.experts_alone import ExpertsAlone
 from smoe.compute.unit import ComputeUnit, ExpertTask
 from smoe.errors import ClusterError
@@ -52,8 +51,6 @@ class Services(NamedTuple):
 
     describer: Describer
     """Describes the experts for workers without torch."""
-    courier: Courier
-    """Sends missing files to workers."""
     seat: Seat
     """The connection of a draft model on another machine."""
 
@@ -112,7 +109,6 @@ class Cluster:
         self.link = ClusterLink(
             admission.coordinator,
             self,
-            services.courier,
             services.seat,
             alone.experts,
             self._rows,

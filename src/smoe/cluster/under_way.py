@@ -57,11 +57,6 @@ class UnderWay:
         self._numbers = itertools.count(secrets.randbits(62))  # excludes results for an earlier coordinator
 
     @property
-    def is_idle(self) -> bool:
-        """Whether no request is in flight, so that no thread waits for a result."""
-        return not self._requests
-
-    @property
     def needs_rescue(self) -> bool:
         """Whether the coordinator's own compute unit is computing a request in place of a worker."""
         return any(request.unit == DEVICE for request in self._requests.values())

@@ -21,7 +21,6 @@ from smoe.load.clustered import ClusterInputs, cluster_of
 from smoe.load.divide import Divided
 from smoe.load.engine_parts import EngineParts, Tiers, balance_of, open_parts
 from smoe.load.resolve import Resolved
-from smoe.load.worker_files import worker_files
 from smoe.memory.arena import Arena
 from smoe.memory.emulation import Emulation
 from smoe.memory.link import Link
@@ -186,7 +185,6 @@ def _others(
         checksum(resolved.checkpoint.place),
         rate.seconds_per_byte,
         divided.ledger.demand,
-        worker_files(resolved.checkpoint, spec),
         resolved.stored[EXACT],
         parts.draft,
     )

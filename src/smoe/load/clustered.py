@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -56,8 +55,6 @@ class ClusterInputs(NamedTuple):
     seconds_per_byte: Callable[[], float]
     """A function that returns the seconds per byte of recent loads on this machine."""
     demand: Demand
-    files: Mapping[str, Path]
-    """The files, by name, that workers without the checkpoint can download."""
     stored: Mapping[int, StoredLayer]
     """The stored tensors of the experts, by layer."""
     draft: DraftRouting | None = None
@@ -126,7 +123,7 @@ def cluster_of(
     try:
         cluster = Cluster(
             admission,
-            _services(admission, spec, asked, math, arithmetic, alone.threads),
+            _services(admission, asked, math, arithmetic, alone.threads),
             alone,
             arithmetic,
             units,
@@ -169,7 +166,6 @@ def _movable_math(
 
 def _services(
     admission: Admission,
-    spec: ModelSpec,
     asked: ClusterInputs,
     math: dict[int, ExpertMath],
     arithmetic: str,
@@ -181,13 +177,11 @@ def _services(
     from smoe.cluster.draft_session import Seat
     from smoe.cluster.following import Following
     from smoe.cluster.remote import Services
-    from smoe.cluster.sending import Courier
     from smoe.load.describe import describe
 
     ahead = None if asked.draft is None else asked.draft.ahead
     return Services(
         Describer(lambda: describe(asked.weights, asked.stored, math, arithmetic, threads)),
-        Courier(asked.files, spec.precision, admission.admitted),
         Seat(ahead if isinstance(ahead, Following) else None, {"weights": asked.weights}, admission),
     )
 
