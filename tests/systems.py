@@ -2,7 +2,7 @@
 
 What a system lacks is known from the types of Python's own library (typeshed, which comes with mypy): a name that is
 there on Linux and not for another platform. In a forked process smoe's modules are imported anew and find a platform, a
-standard library and a kernel32 (or a `fcntl`) as there; the libraries that they use see this system.
+standard library as there; the libraries that they use see this system.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,17 +94,16 @@ class Played:
         setattr(self._real, name, value)
 
 
-def play(platform: str, scene: Callable[[], Any], on: AbstractContextManager[Any] | None = None) -> Any:
-    """What `scene`, which imports what it uses, returns on another platform (`on`: its system's calls), in a process of
-    its own. Raises `AssertionError` with the traceback of what failed there."""
+def play(platform: str, scene: Callable[[], Any]) -> Any:
+    """What `scene`, which imports what it uses, returns on another platform, in a process of its own. Raises
+    `AssertionError` with the traceback of what failed there."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         os.close(reading)
         try:
-            with on or nullcontext():
-                _become(platform)
-                answer = (True, scene())
+            _become(platform)
+            answer = (True, scene())
         except BaseException:
             answer = (False, traceback.format_exc())
         with os.fdopen(writing, "wb") as file:
@@ -189,7 +187,7 @@ class InUseError(PermissionError):
 
 
 def _of_closed_files(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Windows renames and deletes no file that is open, but by `WindowsFile`, and takes no such file's place."""
+    """Windows renames and deletes no file that is open, and takes no such file's place."""
 
     def checked(self: Path, *arguments: Any, **named: Any) -> Any:
         opened = {os.path.realpath(each.path) for each in os.scandir("/proc/self/fd")}

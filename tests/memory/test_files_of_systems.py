@@ -1,7 +1,7 @@
 """Files that experts are read from, as three systems have them: the same bytes, or a word why not.
 
-macOS and Windows are played by stand-ins that refuse what those systems refuse. Would catch: a read that nobody waited
-for, an offset cut to 32 bits, memory that is written to after an interrupt, the end of a file taken for an error.
+macOS and Windows are played by stand-ins that refuse what those systems refuse. Would catch: threads that move one
+file's position for each other, the end of a file taken for an error.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,18 +21,17 @@ import torch
 from smoe.errors import CheckpointError, TransferError
 from smoe.memory import expert_files
 from smoe.memory.arena import Arena
-from smoe.memory.expert_files import DiskReader, ExpertFile, PosixFile, identity_of, opening
+from smoe.memory.expert_files import BufferedFile, DiskReader, ExpertFile, PosixFile, identity_of, opening
 from smoe.memory.store import PAGE, Read
-from smoe.memory.windows_file import WindowsFile
-from tests.memory.fake_kernel32 import FakeKernel32, leaked, on_windows
 from tests.memory.pages import DATA, pages
 
 F_NOCACHE = 48
-NO_SYSTEM_RESOURCES, CRC = 1450, 23
 
 
 class Mac:
     """`fcntl` as macOS has it, on a system without O_DIRECT."""
+
+    opened = PosixFile
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.uncached: list[int] = []
@@ -50,24 +49,20 @@ class Mac:
         return 0
 
 
-@pytest.fixture
-def kernel() -> Iterator[FakeKernel32]:
-    library = FakeKernel32()
-    with on_windows(library):
-        yield library
-    assert not library.events and not library.under_way, "nothing is left behind"
+class Windows:
+    """Has neither positional reads nor reads past the cache."""
+
+    opened = BufferedFile
 
 
-@pytest.fixture(params=["macOS", "macOS before 11", "Windows", "Windows, at once"])
+@pytest.fixture(params=["macOS", "macOS before 11", "Windows"])
 def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The stand-in, with `opened`: how its files are opened."""
-    if request.param.startswith("Windows"):
-        library = request.getfixturevalue("kernel")
-        library.is_pending = request.param == "Windows"
-        library.opened = WindowsFile
-        return library
+    if request.param == "Windows":
+        for name in ("pread", "preadv", "posix_fadvise"):
+            monkeypatch.delattr(os, name, raising=False)
+        return Windows()
     played = Mac(monkeypatch)
-    played.opened = PosixFile  # type: ignore[attr-defined]
     if request.param == "macOS before 11":
         monkeypatch.delattr(os, "preadv")
     return played
@@ -94,13 +89,11 @@ def test_bytes_are_the_file_s(
         reader = closing(DiskReader(is_direct, system.opened), stack)
         for read in (pages(path), pages(path, 3 * PAGE, 5), pages(path, 15 * PAGE, 6, 5 * PAGE + 123)):
             assert bytes_of(reader, read, buffer) == DATA[read.offset : read.offset + read.need]
-        assert reader.is_direct is is_direct
+        assert reader.is_direct is (is_direct and isinstance(system, Mac))
         with pytest.raises(TransferError, match="ends early"):
             reader.read(pages(path, 18 * PAGE, 4), buffer)
     if isinstance(system, Mac):
         assert bool(system.uncached) is is_direct
-    else:
-        assert {each.is_unbuffered for each in system.files.values()} >= {is_direct} and not leaked(system)
 
 
 def test_threads_read_beside_each_other(system: Any, path: Path) -> None:
@@ -117,19 +110,12 @@ def test_threads_read_beside_each_other(system: Any, path: Path) -> None:
             assert all(threads.map(read, range(first, first + 8)))
 
 
-def refuse(system: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    if isinstance(system, Mac):
-        system.refuses = True
-    else:
-        system.refuses_unbuffered = True
-
-
 def test_where_reading_directly_is_refused_it_is_buffered(
-    system: Any, path: Path, buffer: memoryview, monkeypatch: pytest.MonkeyPatch
+    path: Path, buffer: memoryview, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refuse(system, monkeypatch)
+    Mac(monkeypatch).refuses = True
     with ExitStack() as stack:
-        reader = closing(DiskReader(True, system.opened), stack)
+        reader = closing(DiskReader(True, PosixFile), stack)
         assert bytes_of(reader, pages(path), buffer) == DATA[: 20 * PAGE]
         assert not reader.is_direct
 
@@ -176,70 +162,9 @@ def test_a_missing_file_and_a_written_one(system: Any, path: Path, buffer: memor
             reader.read(pages(path), buffer)
 
 
-def test_windows_sectors_larger_than_our_pages_are_read_through_the_cache(
-    kernel: FakeKernel32, path: Path, buffer: memoryview
-) -> None:
-    kernel.sector = 2 * PAGE
-    with pytest.raises(OSError, match="sectors are larger"):
-        WindowsFile(path, True)
-    with ExitStack() as stack:
-        reader = closing(DiskReader(True, WindowsFile), stack)
-        assert bytes_of(reader, pages(path, PAGE, 3), buffer) == DATA[PAGE : 4 * PAGE] and not reader.is_direct
-    assert not leaked(kernel), "the one that was refused is closed as well"
-
-
-def test_windows_errors_keep_their_number_and_passing_ones_pass(
-    kernel: FakeKernel32, path: Path, buffer: memoryview, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(expert_files.time, "sleep", lambda seconds: None)
-    with ExitStack() as stack:
-        reader = closing(DiskReader(True, WindowsFile), stack)
-        kernel.fails_with = [NO_SYSTEM_RESOURCES] * 3
-        assert bytes_of(reader, pages(path), buffer) == DATA[: 20 * PAGE] and not kernel.fails_with
-        kernel.fails_with = [CRC]
-        with pytest.raises(TransferError, match=r"Windows says of 23\. \(Windows' error 23\)") as error:
-            reader.read(pages(path), buffer)
-        assert error.value.errno == errno.EIO
-
-
-def test_windows_offsets_have_64_bits(kernel: FakeKernel32, tmp_path: Path, buffer: memoryview) -> None:
-    large, at = tmp_path / "large.bin", 5 * 2**30 + 3 * PAGE
-    with large.open("wb") as file:
-        file.seek(at)
-        file.write(DATA[:PAGE])
-    with ExitStack() as stack:
-        reader = closing(DiskReader(True, WindowsFile), stack)
-        assert bytes_of(reader, pages(large, at, 1), buffer) == DATA[:PAGE]
-
-
-def test_windows_interrupted_a_read_is_taken_back(kernel: FakeKernel32, path: Path, buffer: memoryview) -> None:
-    """Before the memory belongs to somebody else."""
-    file, result = WindowsFile(path, True), kernel.GetOverlappedResult  # type: ignore[attr-defined]
-    struck: list[int] = []
-
-    def interrupted(*arguments: Any) -> Any:
-        struck.append(1)
-        if len(struck) == 1:
-            raise KeyboardInterrupt
-        return result(*arguments)
-
-    kernel.GetOverlappedResult = interrupted  # type: ignore[attr-defined]
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            file.read_into(buffer[:PAGE], 0)
-    finally:
-        file.close()
-    assert kernel.cancelled == 1 and len(struck) == 2 and not any(buffer[:PAGE])
-
-
-def test_windows_files_may_be_deleted_by_others_and_not_written(kernel: FakeKernel32, path: Path) -> None:
-    WindowsFile(path, True).close()
-    assert [each.share for each in kernel.files.values()] == [1 | 4]  # FILE_SHARE_READ, FILE_SHARE_DELETE
-
-
 @pytest.mark.parametrize(
     ("platform", "name", "of"),
-    [("linux", "O_DIRECT", PosixFile), ("darwin", "F_NOCACHE", PosixFile), ("win32", "unbuffered", WindowsFile)],
+    [("linux", "O_DIRECT", PosixFile), ("darwin", "F_NOCACHE", PosixFile), ("win32", "O_DIRECT", BufferedFile)],
 )
 def test_each_system_has_its_way(
     platform: str, name: str, of: Callable[[Path, bool], ExpertFile], monkeypatch: pytest.MonkeyPatch

@@ -1,24 +1,20 @@
 """Finds how much memory this process may take. This is the available memory, or less if one of these limits is lower:
 
-Linux      the memory limit of a container, or of any other cgroup (`cgroup.py`)
-macOS      memory that is free without compressing or swapping that of other programs
-Windows    the commit limit (RAM and page file together), and the limits of a job
+Linux    the memory limit of a container, or of any other cgroup (`cgroup.py`)
+macOS    memory that is free without compressing or swapping that of other programs
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import psutil
 
 from smoe.machine.cgroup import cgroup_room
 from smoe.machine.device import AnyDevice
 from smoe.units import format_bytes
-
-if TYPE_CHECKING:
-    pass
 
 MARGIN_SHARE = 0.10
 MIN_MARGIN_BYTES = 256 * 2**20
@@ -77,14 +73,6 @@ def _rooms() -> Iterator[Room]:
         free = free_bytes()
         if free is not None:
             yield Room(free, "available RAM without other programs' idle memory", "close other programs")
-    elif sys.platform == "win32":
-        from smoe.machine.windows_memory import commit_bytes, job_bytes
-
-        promised, job = commit_bytes(), job_bytes()
-        if promised is not None:
-            yield Room(promised, "memory that Windows still grants", "close other programs, or let it have a page file")
-        if job is not None:
-            yield Room(job, "room under the memory limit of this process's job", "raise the job's limit")
     else:
         room = cgroup_room()
         if room is not None:

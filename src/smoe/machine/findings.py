@@ -168,6 +168,12 @@ def _huge_pages() -> Finding | None:
 def _direct_io(profile: Profile, folder: Path) -> Finding:
     if profile.disk_is_direct:
         return Finding("good", f"experts can be read past the page cache ({direct_name()})")
+    if sys.platform == "win32":
+        return Finding(
+            "better",
+            "on Windows experts are read through the system's cache, one read at a time for each file",
+            "run smoe on Linux or under WSL for faster reads",
+        )
     return Finding(
         "better",
         f"the file system of {folder} does not read past the page cache ({direct_name()})",
@@ -176,7 +182,7 @@ def _direct_io(profile: Profile, folder: Path) -> Finding:
 
 
 def _file_systems() -> str:
-    return {"darwin": "APFS", "win32": "NTFS or ReFS"}.get(sys.platform, "ext4, xfs or btrfs")
+    return "APFS" if sys.platform == "darwin" else "ext4, xfs or btrfs"
 
 
 def _disk_rate(profile: Profile) -> Finding:

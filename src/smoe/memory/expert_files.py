@@ -5,9 +5,9 @@ Such direct reads keep experts out of the page cache, which under a memory limit
 and they save a copy. They require an aligned address, offset and length, which `memory/store.py` arranges. Each
 operating system has its own way to request them:
 
-    Linux, FreeBSD    `O_DIRECT`, `preadv`        address, offset and length must be whole sectors
-    macOS             `F_NOCACHE`, `preadv`       unaligned reads are allowed, with an additional copy
-    Windows           `FILE_FLAG_NO_BUFFERING`    as on Linux (`windows_file.py`)
+    Linux, FreeBSD    `O_DIRECT`, `preadv`     address, offset and length must be whole sectors
+    macOS             `F_NOCACHE`, `preadv`    unaligned reads are allowed, with an additional copy
+    Windows           -                        reads are buffered, one at a time for each file
 
 Read requests are multiples of `PAGE` (`store.py`), which is a multiple of the sector size of all common disks. If a
 file system refuses direct reads (tmpfs, some network file systems), reads are buffered, and their pages are dropped
@@ -93,7 +93,7 @@ Opening = Callable[[Path, bool], ExpertFile]
 
 
 class PosixFile:
-    """A file that is read through its descriptor, on systems other than Windows."""
+    """A file that is read at offsets, on systems other than Windows."""
 
     def __init__(self, path: Path, direct: bool) -> None:
         flag = getattr(os, "O_DIRECT", 0) if direct else 0
@@ -118,6 +118,30 @@ class PosixFile:
         os.close(self.descriptor)
 
 
+class BufferedFile:
+    """A file that is read at its position, on systems that cannot read at offsets (Windows)."""
+
+    is_direct = False
+
+    def __init__(self, path: Path, direct: bool) -> None:
+        if direct:
+            raise OSError(errno.EINVAL, "reads past the page cache are not supported")
+        self._file = path.open("rb", buffering=0)
+        self.descriptor = self._file.fileno()
+        self._lock = threading.Lock()
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        with self._lock:
+            self._file.seek(offset)
+            return self._file.readinto(buffer) or 0
+
+    def forget(self, offset: int, nbytes: int) -> None:
+        """Do nothing, because these systems have no call to drop pages from the cache."""
+
+    def close(self) -> None:
+        self._file.close()
+
+
 def _is_uncached(descriptor: int) -> bool:
     """Disable caching of an open file. Return False if the system cannot."""
     import fcntl
@@ -133,16 +157,12 @@ def _is_uncached(descriptor: int) -> bool:
 
 def opening() -> Opening:
     """Return the function that opens files on this operating system."""
-    if sys.platform == "win32":
-        from smoe.memory.windows_file import WindowsFile
-
-        return WindowsFile
-    return PosixFile
+    return BufferedFile if sys.platform == "win32" else PosixFile
 
 
 def direct_name() -> str:
     """Return the name of this operating system's method for reading past the page cache."""
-    return {"darwin": "F_NOCACHE", "win32": "unbuffered"}.get(sys.platform, "O_DIRECT")
+    return "F_NOCACHE" if sys.platform == "darwin" else "O_DIRECT"
 
 
 class DiskReader:

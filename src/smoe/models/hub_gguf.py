@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from smoe.errors import CheckpointError, ModelError
 from smoe.memory.gguf_header import read_gguf_header
-from smoe.memory.hole import lengthen
 from smoe.models import hub
 from smoe.models.gguf_names import labels_of, models_of, parts_of
 
@@ -134,8 +133,7 @@ def _fetch_header(repository: str, name: str, revision: str | None, size: int, f
         while True:
             more = remote.read(max(_FIRST_BYTES, count))
             file.write(more)
-            lengthen(file, size)
-            file.flush()
+            file.truncate(size)  # flushes, and extends the file without writing
             count += len(more)
             try:
                 if read_gguf_header(path).data_offset <= count:
