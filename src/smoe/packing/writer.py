@@ -2,6 +2,7 @@
 
     experts.int4.smoe.partial         the header and the experts so far
     experts.int4.smoe.partial.json    the records of complete layers: checksums and quantization errors
+    experts.int4.smoe.partial.lock    locked by the only process that may write
 
 The record of a layer is written when its bytes are on disk. On resuming, layers with a record are compared with it, and
 the following layers are written again. The file gets its final name when it is complete.
@@ -13,14 +14,15 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
+from filelock import FileLock, Timeout
 
 from smoe.errors import CheckpointError, DiskSpaceError
-from smoe.file_lock import FileLock
 from smoe.formats.registry import FORMATS
 from smoe.memory.store import StoredLayer
 from smoe.memory.tensor_bytes import assembled
@@ -167,11 +169,22 @@ def damaged_layers(packed: Packed, contents: Contents, progress: Callable[[int, 
     return found
 
 
-def _only_writer(partial: Path) -> FileLock:
+@contextmanager
+def _only_writer(partial: Path) -> Iterator[None]:
+    """Lock an incomplete packed file during the `with` block. Raise `CheckpointError` if another process has locked
+    it."""
+    place = partial.with_name(f"{partial.name}.lock")
+    lock = FileLock(place, blocking=False)
     try:
-        return FileLock(partial)
-    except BlockingIOError as error:
+        lock.acquire()
+    except Timeout as error:
         raise CheckpointError(f"another process is writing {partial}; wait for it to end, or end it") from error
+    try:
+        yield
+    finally:
+        lock.release()
+        with suppress(OSError):  # another process may have opened it meanwhile
+            place.unlink(missing_ok=True)
 
 
 def _finished(file: IO[bytes], notes: Path, header: bytes, contents: Contents) -> list[dict[str, Any]]:
