@@ -138,7 +138,7 @@ def foretold(shape: Shape, found: dict[str, Any], cell: Cell) -> list[OurRun]:
     has_draft = config.prefetch == "draft-model"
     is_early = (config.draft_start or "at-once") == "at-once"
     pieces = pieces_of(shape, found, has_draft)
-    times = DraftTimes(pieces.draft_layer, kv_period=0, is_early=is_early)
+    times = DraftTimes(pieces.draft_layer, is_early=is_early)
     worker = measured.worker_of(pieces, hops, unshaped, cell.slots or shape.all_experts, loads=not cell.is_resident)
     count = Decoding.untimed + found["asked"]["tokens"]
     return [

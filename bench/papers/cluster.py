@@ -34,6 +34,36 @@ _NAMES_BYTES = 64
 
 
 @dataclass(frozen=True)
+class AlignedDraft(DraftTimes):
+    """A draft model that receives tokens, keys and values at intervals, as the paper has it."""
+
+    token_period: int = 1
+    """The interval, in tokens, at which the draft model receives the coordinator's token; 0: never."""
+    kv_period: int = 1
+    """The interval, in tokens, at which the draft model receives keys and values; 0: never."""
+    kv_bytes: float = 0.0
+    """Bytes of keys and values of one position in all layers."""
+    kv_since: bool = True
+    """Whether the keys and values of all positions since the last transfer are sent; otherwise only those of the newest
+    position are sent."""
+
+    def is_sent(self, token: int) -> bool:
+        """Return whether the draft model must wait for data from the coordinator before it starts this token."""
+        return _is_due(self.token_period, token) or self.kv_is_due(token)
+
+    def kv_is_due(self, token: int) -> bool:
+        return _is_due(self.kv_period, token)
+
+    @property
+    def kv_message_bytes(self) -> float:
+        return self.kv_bytes * (self.kv_period if self.kv_since else 1)
+
+
+def _is_due(period: int, token: int) -> bool:
+    return period > 0 and token % period == 0
+
+
+@dataclass(frozen=True)
 class ClusterSetting:
     """A cluster and how it works. Times in seconds."""
 
@@ -51,7 +81,7 @@ class ClusterSetting:
     """Whether turns continue from token to token, so that each group has all the turns of the others to load; else a
     layer's turn is always the same group's, as in the product, and where groups do not divide the layers some come too
     soon."""
-    draft: DraftTimes | None = None
+    draft: AlignedDraft | None = None
     """None: what is named is known in advance, as far ahead as slots allow."""
     main_names: bool = False
     """Without a draft: main itself names a layer's experts, when the router of the layer before has spoken."""

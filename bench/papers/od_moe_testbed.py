@@ -19,12 +19,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from bench.papers.cluster import ClusterSetting
+from bench.papers.cluster import AlignedDraft, ClusterSetting
 from bench.papers.cluster_prefill import PromptTimes
 from bench.papers.geometry import MIXTRAL
 from smoe.memory.emulation import read_profile
 from smoe.simulator.cluster import Wire, WorkerTimes
-from smoe.simulator.cluster_draft import DraftTimes
 
 BITS = 32
 ALL_RESIDENT = 4.89
@@ -68,10 +67,12 @@ class Machines:
 
     def draft(
         self, token_period: int = 1, kv_period: int = 1, is_early: bool = False, since: bool = True
-    ) -> DraftTimes:
-        return DraftTimes(self.draft_layer, token_period, kv_period, KV_BYTES, since, is_early)
+    ) -> AlignedDraft:
+        return AlignedDraft(self.draft_layer, is_early, token_period, kv_period, KV_BYTES, since)
 
-    def cluster(self, groups: int, group_size: int, draft: DraftTimes | None, is_ours: bool = False) -> ClusterSetting:
+    def cluster(
+        self, groups: int, group_size: int, draft: AlignedDraft | None, is_ours: bool = False
+    ) -> ClusterSetting:
         """`is_ours`: wrong loads are given up."""
         workers = [self.worker(is_ours)] * (groups * group_size)
         return ClusterSetting(self.layer, self.wire, ROW_BYTES, workers, group_size=group_size, draft=draft)

@@ -128,7 +128,7 @@ def test_of_what_was_used_before_the_last_stays() -> None:
 def test_a_draft_on_main_tells_workers_by_the_coordinators_port() -> None:
     """Named at 0.5 and 1.0, there half a hop later: loads from 1.0 to 5.0 and on to 9.0. Rows come at 1.5 and 7.5."""
     ahead = tokens([[0, 1], [2, 3]], named=[[0, 1], [2, 3]])
-    run = foretell(ahead, MAIN, [WORKER] * 2, "round-robin", DraftTimes(layer=0.5, kv_period=0))
+    run = foretell(ahead, MAIN, [WORKER] * 2, "round-robin", DraftTimes(layer=0.5))
     assert run.token_seconds == [9.0 + 0.5 + 0.5]
 
 

@@ -17,7 +17,7 @@ from smoe.simulator.cluster_draft import DraftTimes
 from smoe.simulator.cluster_ours import OurCluster, OurRun, decode
 
 LAYERS, EXPERTS, CHOSEN, TOKENS = 5, 8, 2, 30
-DRAFTS = [None, DraftTimes(0.3, kv_period=0), DraftTimes(0.3, kv_period=0, is_early=True)]
+DRAFTS = [None, DraftTimes(0.3), DraftTimes(0.3, is_early=True)]
 
 
 def drawn(seed: int, recall: float = 0.8) -> list[DecodedToken]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from smoe.cluster import frames
-from smoe.cluster.frames import Frame, FrameError, FrameKind
+from smoe.cluster.frames import WHOLE, Frame, FrameError, FrameKind, parts_of, whole_numbers
 
 PART_BYTES = 1 << 17
 """The maximum number of bytes of keys and values in one message. If one position has more bytes, a message contains
@@ -27,7 +27,6 @@ MOST_BYTES = 1 << 24
 one position of any model."""
 MOST_PREDICTIONS = 64
 """The maximum number of layers whose predictions one message contains."""
-_WHOLE = np.dtype("<u4")
 
 
 class Follow(NamedTuple):
@@ -74,7 +73,8 @@ def parse_follow(frame: Frame) -> Follow | None:
     an invalid message."""
     if not frame.body:
         return None
-    found = _table(frame, 1, 2, parts=1)
+    (part,) = parts_of(frame, 1)
+    found = whole_numbers(part, 2).tolist()
     if len(found) != 1:
         raise FrameError("a FOLLOW message has more than one token")
     position, token = found[0]
@@ -89,7 +89,8 @@ def keys(text: int, begin: int, end: int, rows: memoryview) -> list[Any]:
 def parse_keys(frame: Frame, position_bytes: int, capacity: int) -> Keys:
     """Return the keys and values of a KEYS message. `position_bytes`: the bytes of one position; `capacity`: the
     maximum number of positions of a text. Raises `FrameError` for an invalid message."""
-    found, rows = _table(frame, 1, 2, parts=2), frame.body[-1]
+    part, rows = parts_of(frame, 2)
+    found = whole_numbers(part, 2).tolist()
     begin, end = found[0] if len(found) == 1 else (0, 0)
     if not begin < end <= capacity or len(memoryview(rows)) != (end - begin) * position_bytes:
         raise FrameError(
@@ -117,13 +118,14 @@ def expected(text: int, predictions: Sequence[ExpectedExperts]) -> list[Any]:
 def parse_expected(frame: Frame, experts: Mapping[int, int], named: Mapping[int, int]) -> list[ExpectedExperts]:
     """Return the predictions in an EXPECTED message. `experts`: each layer's number of experts; `named`: how many
     experts are predicted for each layer. Raises `FrameError` for an invalid message."""
-    heads = _table(frame, 1, 4, parts=2)
-    every = [n for (n,) in _table(frame, 2, 1, parts=2)]
+    heads, every = (
+        whole_numbers(part, columns).tolist() for part, columns in zip(parts_of(frame, 2), (4, 1), strict=True)
+    )
     if not 0 < len(heads) <= MOST_PREDICTIONS or sum(count for *_, count in heads) != len(every):
         raise FrameError("the number of experts in a draft model's message differs from its list of predictions")
     predictions, at = [], 0
     for position, token, layer, count in heads:
-        of_layer = tuple(every[at : at + count])
+        of_layer = tuple(n for (n,) in every[at : at + count])
         if count != named.get(layer) or len(set(of_layer)) != count or max(of_layer) >= experts[layer]:
             raise FrameError(
                 f"the draft model's message predicts the experts {of_layer} for layer {layer}; the layer has no such "
@@ -135,13 +137,4 @@ def parse_expected(frame: Frame, experts: Mapping[int, int], named: Mapping[int,
 
 
 def _numbers(rows: Sequence[Sequence[int]]) -> bytes:
-    return np.array(rows, _WHOLE).tobytes()
-
-
-def _table(frame: Frame, part: int, columns: int, parts: int) -> list[tuple[int, ...]]:
-    if len(frame.body) != parts:
-        raise FrameError(f"a {frame.kind.name} message has {len(frame.body)} parts instead of {parts}")
-    found = frame.body[part - 1]
-    if len(memoryview(found)) % (4 * columns):
-        raise FrameError("a message has a truncated table")
-    return [tuple(row) for row in np.frombuffer(found, _WHOLE).reshape(-1, columns).tolist()]
+    return np.array(rows, WHOLE).tobytes()

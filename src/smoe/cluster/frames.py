@@ -44,7 +44,8 @@ _ASK_BYTES = 16
 """The bytes of one row of a WORK message's tables. Each requested expert has at least one such row."""
 _HEADER = struct.Struct("<4sBBBxQI")
 _MAGIC = b"SMOE"
-_WHOLE = np.dtype("<u4")
+WHOLE = np.dtype("<u4")
+"""The type of the numbers in tables."""
 _BITS = np.dtype("<u2")
 """The bf16 data type as 16-bit integers, for machines without torch."""
 
@@ -191,8 +192,8 @@ def fields_of(frame: Frame) -> dict[str, Any]:
 
 def work(request: int, wanted: Sequence[ExpertTask], hidden: torch.Tensor) -> list[Any]:
     """Return a WORK message. The hidden states `hidden` [rows, H] are sent once, however many experts use them."""
-    asks = np.array([(layer, expert, len(tokens)) for (layer, expert, _), tokens in wanted], _WHOLE)
-    tokens = np.concatenate([np.asarray(each.tokens, _WHOLE) for each in wanted])
+    asks = np.array([(layer, expert, len(tokens)) for (layer, expert, _), tokens in wanted], WHOLE)
+    tokens = np.concatenate([np.asarray(each.tokens, WHOLE) for each in wanted])
     return [
         _header(FrameKind.WORK, request, hidden.shape[0], _name_of(hidden)),
         asks.tobytes(),
@@ -204,8 +205,8 @@ def work(request: int, wanted: Sequence[ExpertTask], hidden: torch.Tensor) -> li
 def parse_work(frame: Frame, experts: Mapping[int, int], hidden: int, as_bits: bool = False) -> WorkFrame:
     """Return the request in a WORK message. `experts`: each layer's number of experts; `hidden`: H; `as_bits`: return
     rows as the bits of bf16 numbers, without torch. Raises `FrameError` for an invalid message."""
-    asks_part, tokens_part, rows_part = _parts(frame, 3)
-    asks, tokens = _whole_numbers(asks_part, 3), _whole_numbers(tokens_part, 1)[:, 0]
+    asks_part, tokens_part, rows_part = parts_of(frame, 3)
+    asks, tokens = whole_numbers(asks_part, 3), whole_numbers(tokens_part, 1)[:, 0]
     if len(memoryview(rows_part)) != frame.rows * hidden * ITEM_BYTES[frame.dtype]:
         raise FrameError("the rows of a message have another number of bytes than its header says")
     if not len(asks) or int(asks[:, 2].sum()) != len(tokens) or (len(tokens) and int(tokens.max()) >= frame.rows):
@@ -234,7 +235,7 @@ def done(request: int, times: Times, rows: Sequence[torch.Tensor] | Sequence[Bit
 def parse_done(frame: Frame, rows: int, hidden: int, dtype: torch.dtype) -> DoneFrame:
     """Return the results in the DONE message for a request of `rows` rows. Raises `FrameError` for an invalid
     message."""
-    times_part, rows_part = _parts(frame, 2)
+    times_part, rows_part = parts_of(frame, 2)
     if frame.rows != rows or frame.dtype != _name_of_dtype(dtype) or len(memoryview(times_part)) != 32:
         raise FrameError(
             f"a DONE message has {frame.rows} rows of {frame.dtype} and {len(memoryview(times_part))} bytes of "
@@ -250,13 +251,13 @@ def parse_done(frame: Frame, rows: int, hidden: int, dtype: torch.dtype) -> Done
 
 def fetch(keys: Sequence[ExpertKey]) -> list[Any]:
     """Return a message that asks a worker to load these experts soon."""
-    return [_header(FrameKind.FETCH, 0), np.array([key[:2] for key in keys], _WHOLE).tobytes()]
+    return [_header(FrameKind.FETCH, 0), np.array([key[:2] for key in keys], WHOLE).tobytes()]
 
 
 def parse_fetch(frame: Frame, experts: Mapping[int, int]) -> list[ExpertKey]:
     """Return the experts that a FETCH message asks a worker to load. Raises `FrameError` for unknown experts."""
-    (part,) = _parts(frame, 1)
-    found = _whole_numbers(part, 2).tolist()
+    (part,) = parts_of(frame, 1)
+    found = whole_numbers(part, 2).tolist()
     if any(expert >= experts.get(layer, 0) for layer, expert in found):
         raise FrameError("a FETCH message names an expert that the model does not have")
     return [(layer, expert, EXACT) for layer, expert in found]
@@ -274,7 +275,7 @@ def failed(request: int, why: str) -> list[Any]:
 
 def text_of(frame: Frame) -> str:
     """Return the text of a FAILED message, without unprintable characters."""
-    (part,) = _parts(frame, 1)
+    (part,) = parts_of(frame, 1)
     return "".join(c for c in bytes(part)[:2000].decode("utf8", "replace") if c.isprintable())
 
 
@@ -282,16 +283,18 @@ def _header(kind: FrameKind, request: int, rows: int = 0, dtype: str = EXPERT_DT
     return _HEADER.pack(_MAGIC, VERSION, kind, EXPERT_DTYPES.index(dtype), request, rows)
 
 
-def _parts(frame: Frame, count: int) -> Sequence[Any]:
+def parts_of(frame: Frame, count: int) -> Sequence[Any]:
+    """Return the parts of a message. Raises `FrameError` unless there are `count` parts."""
     if len(frame.body) != count:
         raise FrameError(f"a {frame.kind.name} message has {len(frame.body)} parts instead of {count}")
     return frame.body
 
 
-def _whole_numbers(part: Any, columns: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
+def whole_numbers(part: Any, columns: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    """Return a table of 32-bit numbers with this number of columns. Raises `FrameError` for an incomplete row."""
     if len(memoryview(part)) % (4 * columns):
         raise FrameError("a message has a truncated table")
-    return np.frombuffer(part, _WHOLE).reshape(-1, columns)
+    return np.frombuffer(part, WHOLE).reshape(-1, columns)
 
 
 def _bytes_of(rows: torch.Tensor | Bits) -> memoryview:

@@ -229,7 +229,7 @@ def cluster_outlook(
     guesses = survey.subject.predictor_of(survey.spec, config) == "next-gate"
     port = Port(network.bytes_per_second, row_bytes)
     keys = [(n, expert, EXACT) for n in range(work.layers) for expert in range(work.experts)]
-    draft = DraftTimes(layer + work.top_k * coordinator.expert * _DRAFT_SHARE, kv_period=0)
+    draft = DraftTimes(layer + work.top_k * coordinator.expert * _DRAFT_SHARE)
     named = {name: named_at(tokens, work.experts, _DRAFT_RECALL[precision]) for name, precision in drafts.items()}
     by_gate = named_at(tokens, work.experts, _GATE_RECALL)
     cases = []

@@ -21,36 +21,12 @@ from smoe.simulator.events import Events
 
 @dataclass(frozen=True)
 class DraftTimes:
-    """The times of a draft model in seconds, and the intervals at which it is aligned with the model."""
+    """The times of a draft model in seconds, and when it starts."""
 
     layer: float
     """Seconds that the draft model takes for a layer."""
-    token_period: int = 1
-    """The interval, in tokens, at which the draft model receives the coordinator's token; 0: never."""
-    kv_period: int = 1
-    """The interval, in tokens, at which the draft model receives keys and values; 0: never."""
-    kv_bytes: float = 0.0
-    """Bytes of keys and values of one position in all layers."""
-    kv_since: bool = True
-    """Whether the keys and values of all positions since the last transfer are sent; otherwise only those of the newest
-    position are sent."""
     is_early: bool = False
     """Whether the draft model starts early. Keys and values are then sent when the port is free, and not waited for."""
-
-    def is_sent(self, token: int) -> bool:
-        """Return whether the draft model must wait for data from the coordinator before it starts this token."""
-        return _is_due(self.token_period, token) or self.kv_is_due(token)
-
-    def kv_is_due(self, token: int) -> bool:
-        return _is_due(self.kv_period, token)
-
-    @property
-    def kv_message_bytes(self) -> float:
-        return self.kv_bytes * (self.kv_period if self.kv_since else 1)
-
-
-def _is_due(period: int, token: int) -> bool:
-    return period > 0 and token % period == 0
 
 
 class SimulatedDraft:

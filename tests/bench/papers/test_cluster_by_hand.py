@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 
-from bench.papers.cluster import ClusterSetting, decode
+from bench.papers.cluster import AlignedDraft, ClusterSetting, decode
 from bench.papers.cluster_worker import SimulatedWorker
 from smoe.expert import EXACT
 from smoe.simulator.cluster import DecodedToken, Wire, WorkerTimes
-from smoe.simulator.cluster_draft import DraftTimes
 from smoe.simulator.events import Events
 
 LAYER, LOAD, EXPERT, MESSAGE, DELAY = 1.0, 4.0, 0.5, 0.5, 0.5
@@ -121,7 +120,7 @@ def test_where_groups_do_not_divide_the_layers_turns_may_run_on() -> None:
 def test_a_draft_departs_when_it_has_been_told() -> None:
     """A token takes 0.064 of the port, keys and values 0.236 more, a layer of the draft a quarter of a second."""
     wire, delay = Wire(1000.0, 0.1), 0.1
-    told = DraftTimes(0.25, kv_period=0, kv_bytes=236.0)
+    told = AlignedDraft(0.25, kv_period=0, kv_bytes=236.0)
     after_naming = 0.064 + delay + LOAD + EXPERT + delay + 0.025
     setting = cluster(2, wire, group_size=1, draft=told)
     assert seconds(setting, known([3])) == [pytest.approx(0.064 + delay + 0.25 + after_naming)]
@@ -133,7 +132,7 @@ def test_a_draft_departs_when_it_has_been_told() -> None:
 
 def test_keys_and_values_hold_up_the_rows_behind_them() -> None:
     """The port is theirs until 2.0; main has spoken at 1.0, and the draft is too late to matter."""
-    slow = DraftTimes(9.0, kv_bytes=200.0 - 64.0)
+    slow = AlignedDraft(9.0, kv_bytes=200.0 - 64.0)
     setting = cluster(2, Wire(100.0, DELAY), group_size=1, draft=slow)
     assert seconds(setting, known([3])) == [2.0 + 0.25 + DELAY + LOAD + EXPERT + DELAY + 0.25]
     early = replace(setting, draft=replace(slow, is_early=True))
@@ -141,14 +140,14 @@ def test_keys_and_values_hold_up_the_rows_behind_them() -> None:
 
 
 def test_keys_and_values_of_several_tokens_travel_together() -> None:
-    every = DraftTimes(0.25, 0, 2, kv_bytes=100.0)
+    every = AlignedDraft(0.25, token_period=0, kv_period=2, kv_bytes=100.0)
     assert [every.is_sent(number) for number in range(4)] == [True, False, True, False]
     assert every.kv_message_bytes == 200.0 and replace(every, kv_since=False).kv_message_bytes == 100.0
-    assert not any(DraftTimes(0.25, 0, 0).is_sent(number) for number in range(4))
+    assert not any(AlignedDraft(0.25, token_period=0, kv_period=0).is_sent(number) for number in range(4))
 
 
 def test_an_early_draft_has_the_next_token_loaded_when_it_begins() -> None:
-    draft = DraftTimes(0.25, is_early=True)
+    draft = AlignedDraft(0.25, is_early=True)
     setting = cluster(2, AT_ONCE, group_size=1, draft=draft, turns_run_on=True)
     first = 0.25 + LOAD + EXPERT
     right = known([1])
@@ -168,7 +167,7 @@ def test_what_is_expected_for_a_later_step_is_not_held_yet() -> None:
 def test_a_message_to_each_of_the_group_and_to_nobody_else() -> None:
     """Each token: one to the draft, and in every layer two with rows and one to the spare."""
     named = [[*chosen, spare] for chosen, spare in zip(CHOSEN, [5, 0, 1, 2] * 2, strict=True)]
-    told = DraftTimes(0.01, kv_period=0)
+    told = AlignedDraft(0.01, kv_period=0)
     for workers, group_size, names, messages in ((8, None, CHOSEN, 2), (12, 3, named, 3)):
         setting = cluster(workers, group_size=group_size, draft=told)
         run = decode(setting, [token(*CHOSEN, named=names)] * 3)
@@ -227,7 +226,7 @@ SETTINGS = [
         (3, 8),
         HOW,
         (1, 3),
-        (None, DraftTimes(0.4, 1, 2, 30.0), DraftTimes(0.4, 1, 1, 30.0, is_early=True)),
+        (None, AlignedDraft(0.4, kv_period=2, kv_bytes=30.0), AlignedDraft(0.4, True, kv_bytes=30.0)),
         (None, 0.3),
     )
 ]
