@@ -60,7 +60,7 @@ def become(me: Worker, task: Task, say: Callable[[str], None]) -> None:
     os.execve(sys.executable, module_line("smoe.light_worker", str(reading)), environment)
 
 
-class Ending:
+class EndingFlag:
     """Ends the worker after a signal, by a flag: an exception that a signal handler raises may be lost in a library's
     callback, and the worker would go on. A second signal raises `KeyboardInterrupt` at once."""
 
@@ -85,7 +85,7 @@ class Ending:
             raise KeyboardInterrupt
 
 
-def run(me: Worker, task: Task, say: Callable[[str], None], ending: Ending | None = None) -> None:
+def run(me: Worker, task: Task, say: Callable[[str], None], ending: EndingFlag | None = None) -> None:
     """Run the worker until Ctrl-C, until `ending` ends it, or until the coordinator refuses it. `say` is called with
     progress messages."""
     from smoe.cluster.described import ask
@@ -98,7 +98,7 @@ def run(me: Worker, task: Task, say: Callable[[str], None], ending: Ending | Non
         if me.code is not None:
             keep_worker(replace(me, code=None))
 
-    ending = ending or Ending()
+    ending = ending or EndingFlag()
     place = Path(task.place)
     fields = {"smoe": __version__, "name": me.name, "code": me.code} | fields_of(place)
     say(f"worker {me.name}: waits for the coordinator at {me.address} to describe the model's experts")
@@ -118,7 +118,7 @@ def main() -> NoReturn:
     with os.fdopen(int(sys.argv[1]), encoding="utf8") as file:
         worker, task = json.load(file)
     me = Worker(**worker | {"keys": KeyPair(**worker["keys"])})
-    ending = Ending()
+    ending = EndingFlag()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, ending.on_signal)
     try:
