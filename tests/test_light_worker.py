@@ -8,11 +8,11 @@ import signal
 
 import pytest
 
-from smoe.light_worker import Ending
+from smoe.light_worker import EndingFlag
 
 
 def test_the_first_signal_sets_a_flag_and_the_second_raises() -> None:
-    ending, calls = Ending(), list[str]()
+    ending, calls = EndingFlag(), list[str]()
     ending.check()
     ending.call(lambda: calls.append("ended"))
     ending.on_signal(signal.SIGTERM, None)
@@ -25,7 +25,7 @@ def test_the_first_signal_sets_a_flag_and_the_second_raises() -> None:
 
 
 def test_a_signal_before_the_worker_serves() -> None:
-    ending = Ending()
+    ending = EndingFlag()
     ending.on_signal(signal.SIGINT, None)
     ending.call(lambda: None)
     with pytest.raises(KeyboardInterrupt):
