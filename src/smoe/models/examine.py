@@ -3,7 +3,7 @@
 The search follows the data, not names. The router of a layer is the module whose output contains the very tensor that
 the experts receive as `top_k_index`. The shapes of the KV cache are those that the attention layers write. New families
 of transformers are covered if they run without data. Rotary embeddings that read the values of positions compute on
-real tensors.
+real tensors. Sparse attention that lists the positions where a mask is set (torch's `nonzero`) gets all positions.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.experimental import _config as meta_tensors
 from transformers import DynamicCache, PreTrainedModel
 
 from smoe.models.outline import Anatomy, Buffer, ExpertsSite, Outline, Weight
@@ -42,7 +43,8 @@ def examine(model: PreTrainedModel, sites: list[ExpertsSite], dtype: torch.dtype
     tokens."""
     notes = _Notes()
     cache = DynamicCache(config=model.config)
-    with _watched(model, sites, notes), _real_rotary_embeddings(model), torch.no_grad():
+    all_set = meta_tensors.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
+    with _watched(model, sites, notes), _real_rotary_embeddings(model), all_set, torch.no_grad():
         ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device="meta")
         model(input_ids=ids, past_key_values=cache, use_cache=True)
     names = {module: name for name, module in model.named_modules()}
@@ -139,8 +141,9 @@ def _cache_bytes(cache: DynamicCache, dtype: torch.dtype) -> tuple[int, int]:
     for layer in cache.layers:
         for name, value in vars(layer).items():
             for tensor in _tensors(value):
-                size = tensor.numel() * (4 if "recurrent" in name else dtype.itemsize)
-                if name in ("keys", "values", "indexer_keys"):
+                item = dtype.itemsize if tensor.is_floating_point() else tensor.element_size()
+                size = tensor.numel() * (4 if "recurrent" in name else item)
+                if name in ("keys", "values", "indexer_keys", "indexer_position_ids"):
                     per_token += size // _PROBE_TOKENS
                 else:
                     fixed += size
