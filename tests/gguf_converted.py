@@ -1322,7 +1322,25 @@ GLM_DSA = Architecture(
 )
 
 
+def _pairs_at_the_end(weight: torch.Tensor, heads: int, width: int) -> torch.Tensor:
+    """Only the last `width` rows of every head are turned."""
+    whole = weight.view(heads, -1, *weight.shape[1:])
+    turned = _pairs(whole[:, -width:].flatten(0, 1), heads).view(heads, width, *weight.shape[1:])
+    return torch.cat([whole[:, :-width], turned], 1).view(weight.shape)
+
+
 def _hy_v4(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
+    """The released weights turn neighbours, and transformers' class turns rows half a head apart."""
+    heads = {
+        "self_attn.q_b_proj.weight": config.num_attention_heads,
+        "self_attn.kv_a_proj_with_mqa.weight": 1,
+        "self_attn.indexer.wq_b.weight": config.index_n_heads,
+        "self_attn.indexer.wk.weight": 1,
+        "self_attn.indexer.k_norm.weight": 1,
+        "self_attn.indexer.k_norm.bias": 1,
+    }
+    if rest in heads:
+        weight = _pairs_at_the_end(weight, heads[rest], config.qk_rope_head_dim)
     names = {**_V4_NAMES, "self_attn.gate_proj.weight": "attn_gate.weight"}
     yield from ((names[rest], weight),) if rest in names else indexed(rest, weight, config)
 

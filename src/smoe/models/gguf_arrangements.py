@@ -40,6 +40,31 @@ def paired_rows(attention: str) -> dict[str, Arrangement]:
 PAIRED_ROWS = paired_rows("self_attn")
 
 
+def _paired_at_the_end(count: str | None) -> Arrangement:
+    """Return the conversion of a matrix of latent attention whose heads end with the dimensions that rotary embeddings
+    rotate. `count`: the configuration field with the number of heads; None: one head."""
+
+    def whole(parts: Tensors, config: Any) -> torch.Tensor:
+        import torch
+
+        heads = parts[0].unflatten(0, (1 if count is None else getattr(config, count), -1))
+        width = config.qk_rope_head_dim
+        apart = [_half_a_head_apart(head[-width:], 1) for head in heads]
+        return torch.cat([heads[:, :-width], torch.stack(apart)], 1).flatten(0, 1)
+
+    return Arrangement(whole, moves_rows=True)
+
+
+PAIRED_LATENT_ROWS = {
+    "self_attn.q_b_proj.weight": _paired_at_the_end("num_attention_heads"),
+    "self_attn.kv_a_proj_with_mqa.weight": _paired_at_the_end(None),
+    "self_attn.indexer.wq_b.weight": _paired_at_the_end("index_n_heads"),
+    **{f"self_attn.indexer.{name}": _paired_at_the_end(None) for name in ("wk.weight", "k_norm.weight", "k_norm.bias")},
+}
+"""The conversions of latent attention and its indexer, for families whose files store the two rows of a rotary pair
+next to each other."""
+
+
 def _latent_values(parts: Tensors, config: Any) -> torch.Tensor:
     """Return one matrix made of keys [heads, rank, width], transposed, and values [heads, width, rank], head by
     head."""

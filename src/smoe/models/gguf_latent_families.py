@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from smoe.errors import UnsupportedModelError
-from smoe.models.gguf_arrangements import KEYS_AND_VALUES, UNSCALED_LATENT_NORMS
+from smoe.models.gguf_arrangements import KEYS_AND_VALUES, PAIRED_LATENT_ROWS, UNSCALED_LATENT_NORMS
 from smoe.models.gguf_attention_families import SIGMOID
 from smoe.models.gguf_family import NEXT_TOKEN_LAYERS, Entries, GgufFamily, dense_first
 from smoe.models.gguf_window_families import sliding_layers
@@ -270,7 +270,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
         allowed={"expert_gating_func": SIGMOID},
         read=frozenset({"attention.head_count_kv", "rope.scaling.yarn_log_multiplier"}),
         complete=_hy_v4,
-        arrangements=KEYS_AND_VALUES,
+        arrangements={**KEYS_AND_VALUES, **PAIRED_LATENT_ROWS},
         named_as="glm-dsa",
         names={
             "self_attn.gate_proj.weight": "attn_gate.weight",
