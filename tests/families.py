@@ -174,13 +174,16 @@ def reference(folder: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedMo
     return eager(own.from_pretrained, folder, dtype)
 
 
-def save(model_type: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """A toy of the family with seeded random weights, as the library saves it, images included."""
+def save(model_type: str, folder: Path, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Path:
+    """A toy of the family with seeded random weights, as the library saves it, images included. `changes`: fields of
+    its configuration."""
     has_images = model_type in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     own = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = eager(own.from_config, config_of(model_type), dtype)
+        config = config_of(model_type)
+        config.update(changes)
+        model = eager(own.from_config, config, dtype)
     zoo.fill(model, dtype)
     model.save_pretrained(folder)
     if model_type == "deepseek_v4":  # which the library saves by a name that it does not read; this is the released one

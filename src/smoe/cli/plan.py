@@ -300,8 +300,15 @@ def _size(result: Forecast) -> str:
     low = "" if spec.low is None else f"; low copies of {format_bytes(spec.low.expert_bytes)} in {spec.low.precision}"
     return (
         f"{layers} layers of {max(site.experts for site in spec.sites)} experts of {format_bytes(spec.expert_bytes)}, "
-        f"{top_k} a token; {format_bytes(spec.experts_bytes + spec.weights_bytes)} in {_precision(spec)}{low}"
+        f"{top_k} a token; {format_bytes(spec.experts_bytes + spec.weights_bytes)} in {_precision(spec)}"
+        f"{_tables(spec)}{low}"
     )
+
+
+def _tables(spec: ModelSpec) -> str:
+    """Return the number of rows that stay on disk in large tables, as a text; empty if the model has none."""
+    rows = sum(spec.outline.weights[name].shape[0] for name in spec.outline.tables)
+    return f"; {rows:,} rows of tables stay on disk" if rows else ""
 
 
 def _precision(spec: ModelSpec) -> str:

@@ -35,6 +35,7 @@ def outline_of(model: PreTrainedModel, sites: list[ExpertsSite], anatomy: Anatom
         embedding=_embedding(model),
         tied=dict(model.all_tied_weights_keys),
         optional="|".join(model._keys_to_ignore_on_load_missing or ()),
+        tables=frozenset(_tables(model)),
     )
 
 
@@ -178,6 +179,14 @@ def _buffers(model: PreTrainedModel) -> dict[str, Buffer]:
         name: Buffer(tuple(each.shape), max(4, each.element_size()), name in saved)
         for name, each in model.named_buffers()
     }
+
+
+def _tables(model: PreTrainedModel) -> Iterator[str]:
+    """Yield the names of the embeddings that have more rows than the vocabulary has tokens."""
+    tokens, inputs = model.config.get_text_config().vocab_size, model.get_input_embeddings()
+    for path, module in model.named_modules():
+        if type(module) is nn.Embedding and module.num_embeddings > tokens and module is not inputs:
+            yield f"{path}.weight"
 
 
 def _embedding(model: PreTrainedModel) -> str | None:

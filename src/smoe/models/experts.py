@@ -7,7 +7,7 @@ expert is computed. Models with other experts classes are refused, because exact
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -106,16 +106,19 @@ def is_transposed(module: nn.Module, part: str) -> bool:
 
 
 @contextmanager
-def without_expert_weights(model: PreTrainedModel) -> Iterator[None]:
-    """During the `with` block, make transformers build models of the same experts classes without parameters for
-    experts.
+def without_weights_on_disk(model: PreTrainedModel, tables: Set[str]) -> Iterator[None]:
+    """During the `with` block, make transformers build models of the same classes without parameters for experts and
+    for `tables` (`Outline.tables`).
 
-    transformers' loader then finds no parameters for the experts' keys, and does not read them.
+    transformers' loader then finds no parameters for the keys of these weights, and does not read them.
     """
-    classes = {type(module) for module in model.modules() if is_experts(module)}
-    originals = {cls: cls.__init__ for cls in classes}
+    stripped = {type(module): [""] for module in model.modules() if is_experts(module)}
+    for name in tables:
+        owner, _, child = name.removesuffix(".weight").rpartition(".")
+        stripped.setdefault(type(model.get_submodule(owner)), []).append(child)
+    originals = {cls: cls.__init__ for cls in stripped}
     for cls, original in originals.items():
-        cls.__init__ = _stripping(original)
+        cls.__init__ = _stripping(original, stripped[cls])
     try:
         yield
     finally:
@@ -123,11 +126,13 @@ def without_expert_weights(model: PreTrainedModel) -> Iterator[None]:
             cls.__init__ = original
 
 
-def _stripping(original):  # type: ignore[no-untyped-def]
+def _stripping(original, paths):  # type: ignore[no-untyped-def]
     def __init__(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: N807
         original(self, *args, **kwargs)
-        for name in list(dict(self.named_parameters(recurse=False))):
-            del self._parameters[name]
-        self._is_hf_initialized = True  # prevents transformers from initializing weights
+        for path in paths:
+            module = self.get_submodule(path)
+            for name in list(dict(module.named_parameters(recurse=False))):
+                del module._parameters[name]
+            module._is_hf_initialized = True  # prevents transformers from initializing weights
 
     return __init__

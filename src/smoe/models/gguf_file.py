@@ -19,13 +19,14 @@ from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.stored_rows import StoredRows
 from smoe.memory.tensor_bytes import assembled, read_bytes
 from smoe.models.dense import built_of, check_loaded, quiet_library
-from smoe.models.experts import without_expert_weights
+from smoe.models.experts import without_weights_on_disk
 from smoe.models.files import naming
 from smoe.models.gguf_sizes import GgufSizes
 from smoe.models.gguf_sources import WeightSource
 from smoe.models.gguf_tokenizer import read_gguf_tokenizer, read_sampling
 from smoe.models.quantised_linear import keep_on_disk, keep_quantised
 from smoe.models.spec import LibrarySpec
+from smoe.models.stored_tables import keep_tables_on_disk
 from smoe.models.weight_bytes import OnBytes, WeightBytes
 
 
@@ -53,6 +54,7 @@ class GgufFile(GgufSizes):
         sources = {
             name: source for name, source in self._sources(spec).items() if all(key in stored for key in source.keys)
         }
+        tables = {name: (stored[sources.pop(name).keys[0]],) for name in spec.outline.tables}
         # torch's memory begins at a cache line, as our kernels require of matrices
         wide = {name for name, weight in spec.outline.weights.items() if weight.is_wide}
         state = {name: _room(weights[name], name in spec.dense, name in wide) for name in sources}
@@ -62,7 +64,8 @@ class GgufFile(GgufSizes):
         for name in sources.keys() - spec.dense.keys():
             self._read(sources[name], spec.config, state[name])
             read.add(sizes[name])
-        with without_expert_weights(spec.shell), quiet_library(), naming(f"cannot load the weights in {self.place}"):
+        left_out = without_weights_on_disk(spec.shell, spec.outline.tables)
+        with left_out, quiet_library(), naming(f"cannot load the weights in {self.place}"):
             loaded, report = built_of(state, spec.shell, spec.dtype.torch)
         check_loaded(loaded, report, self.place, lambda name: f"{_key_of(sources, name)!r} in {self.place}")
         for name, tensor in spec.dense.items():
@@ -72,6 +75,7 @@ class GgufFile(GgufSizes):
             codes = self._all_codes(sources[name], spec.config)
             keep_quantised(loaded, name, FORMATS[tensor.dtype], codes, spec.dtype.torch)
             read.add(sizes[name])
+        keep_tables_on_disk(loaded, tables, spec)
         loaded.name_or_path = loaded.config.name_or_path = str(self.place)  # for messages: the loader was given no name
         with naming(f"the sampling settings in {self.place} cannot be used"):
             generation: GenerationConfig = loaded.generation_config

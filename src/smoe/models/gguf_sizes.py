@@ -85,7 +85,8 @@ class GgufSizes:
         stored, found = self._tensors, {}
         for name, source in self._sources(spec).items():
             weight = spec.outline.weights.get(name)
-            if weight is not None and weight.is_plain and all(key in stored for key in source.keys):
+            can_stay = weight is not None and weight.is_plain and name not in spec.outline.tables
+            if weight is not None and can_stay and all(key in stored for key in source.keys):
                 matrix = source.whole(stored, weight.shape)
                 if matrix is not None:
                     found[name] = matrix

@@ -89,6 +89,9 @@ class Outline:
     """{tied name: name of the weight that it shares}."""
     optional: str = ""
     """A regular expression for names of weights that a checkpoint may lack."""
+    tables: frozenset[str] = frozenset()
+    """The names of embeddings with more rows than the vocabulary. They stay on disk, where rows are read when they are
+    needed, and take no memory."""
 
     @property
     def of_experts(self) -> frozenset[str]:
@@ -102,10 +105,10 @@ class Outline:
         return {name: weight.shape for name, weight in self.weights.items()} | stored
 
     def dense_bytes(self, dtype: Dtype) -> int:
-        """Return the bytes of all weights and buffers except the routed experts'."""
-        experts = self.of_experts
+        """Return the bytes that all weights and buffers except the routed experts' take in memory."""
+        elsewhere = self.of_experts | self.tables
         total = sum(math.prod(buffer.shape) * buffer.item_bytes for buffer in self.buffers.values())
         for name, weight in self.weights.items():
-            if name not in experts:
+            if name not in elsewhere:
                 total += weight.numbers * (F32 if weight.is_wide else dtype).itemsize
         return total

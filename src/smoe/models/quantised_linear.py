@@ -226,13 +226,14 @@ class StoredEmbedding(nn.Module):
         self.rows = rows
         self.dtype = dtype
         self.padding_idx = padding_idx
-        self.num_embeddings, self.embedding_dim = self.shape = torch.Size(rows.tensor.shape)
+        self.num_embeddings, self.embedding_dim = self.shape = torch.Size(rows.shape)
+        self.weight = torch.tensor(torch.nan, dtype=dtype).expand(self.shape)
+        """Shape, type and device of the matrix, for transformers' code that reads them. Its values are on disk."""
         self.pool: SpinningPool | None = None
         """The threads that dequantize with our kernels; None if our kernels are not used."""
 
-    @property
-    def weight(self) -> torch.Tensor:
-        """The whole matrix, read and dequantized again at each access; for comparisons."""
+    def whole(self) -> torch.Tensor:
+        """Return the whole matrix, which is read and dequantized by this call; for comparisons."""
         return self._numbers(range(self.num_embeddings))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -251,9 +252,11 @@ class StoredEmbedding(nn.Module):
     def _numbers(self, ids: Sequence[int]) -> torch.Tensor:
         codes = self.rows.read(ids)
         if not self.form.is_finite(codes):
+            odd = next(row for row, code in zip(ids, codes, strict=True) if not self.form.is_finite(code[None]))
+            tensor = self.rows.tensor_of(odd)
             raise CheckpointError(
-                f"{self.rows.tensor.path}: {self.rows.tensor.key!r} has a scale that is NaN or infinite in "
-                f"{self.form.name}; download the checkpoint again"
+                f"{tensor.path}: {tensor.key!r} has a number or scale that is NaN or infinite in {self.form.name}; "
+                "download the checkpoint again"
             )
         read = QuantisedWeight(self.form, torch.from_numpy(codes), self.dtype)
         read.pool = self.pool

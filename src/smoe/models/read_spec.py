@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from smoe.config import EngineConfig
 from smoe.errors import UnsupportedModelError
 from smoe.models.checkpoint import Checkpoint, described_checkpoint
-from smoe.models.dense import separate
+from smoe.models.dense import quiet_library, separate
 from smoe.models.examine import examine, outline_of
 from smoe.models.experts import find_sites, meta_model
 from smoe.models.files import naming
@@ -29,7 +29,7 @@ def read_spec(model: str | Path, config: EngineConfig, revision: str | None = No
     separate(shell, checkpoint.stored_apart(shell, dtype.torch))
     sites = find_sites(shell)
     unclear = f"the structure of {model_config.model_type!r} ({path}) could not be analysed, so it is refused"
-    with naming(unclear, UnsupportedModelError):
+    with naming(unclear, UnsupportedModelError), quiet_library():
         anatomy = examine(shell, sites, dtype.torch)
     outline = outline_of(shell, sites, anatomy, dtype.torch)
     spec = LibrarySpec(

@@ -15,7 +15,7 @@ from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.tensor_bytes import assembled
 from smoe.models.dense import built_of, check_loaded, move_to_own_memory, quiet_library
 from smoe.models.expert_index import parameter_names, stored_as
-from smoe.models.experts import without_expert_weights
+from smoe.models.experts import without_weights_on_disk
 from smoe.models.files import naming
 from smoe.models.quantised_linear import can_stay_quantised, keep_quantised
 from smoe.models.reference import stored_numbers
@@ -43,7 +43,8 @@ def load_released(
     stored = _stored(spec, matrices)
     read = WeightBytes(sum(matrices[key].nbytes for key in stored), on_bytes)
     state = _state(spec, matrices, stored, read)
-    with without_expert_weights(spec.shell), quiet_library(), naming(f"cannot load the weights in {place}"):
+    left_out = without_weights_on_disk(spec.shell, spec.outline.tables)
+    with left_out, quiet_library(), naming(f"cannot load the weights in {place}"):
         loaded, report = built_of(state, spec.shell, spec.dtype.torch)
     check_loaded(loaded, report, place, lambda name: stored_as(spec.shell, name, matrices))
     for name, tensor in spec.dense.items():
@@ -58,9 +59,9 @@ def load_released(
 
 
 def _stored(spec: LibrarySpec, matrices: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """Return {key: transformers name} of the weights to read. Experts are left out, and so are tensors that the model
-    lacks, such as those of multi-token prediction layers."""
-    experts, known = {site.name for site in spec.sites}, spec.shell.state_dict()
+    """Return {key: transformers name} of the weights to read. Experts and tables are left out, and so are tensors that
+    the model lacks, such as those of multi-token prediction layers."""
+    experts, known = {site.name for site in spec.sites}, spec.shell.state_dict().keys() - spec.outline.tables
     names = parameter_names(spec.shell, matrices)
     return {key: name for key, name in names.items() if name in known and name.rpartition(".")[0] not in experts}
 

@@ -16,7 +16,7 @@ from smoe.memory.store import StoredLayer
 from smoe.models.config_file import check_config, check_generation
 from smoe.models.dense import check_loaded, move_to_own_memory, quiet_library, stored_apart
 from smoe.models.expert_index import index_experts, stored_as
-from smoe.models.experts import auto_class, without_expert_weights
+from smoe.models.experts import auto_class, without_weights_on_disk
 from smoe.models.files import naming
 from smoe.models.library_family import (
     check_implementations,
@@ -28,6 +28,7 @@ from smoe.models.registration import register_local_families
 from smoe.models.released_layers import load_released, quantised_layers
 from smoe.models.safetensors_sizes import SafetensorsSizes
 from smoe.models.spec import LibrarySpec, ModelSpec
+from smoe.models.stored_tables import keep_tables_on_disk, stored_tables
 from smoe.models.weight_bytes import OnBytes
 
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -58,8 +59,11 @@ class SafetensorsFolder(SafetensorsSizes):
         spec.config._experts_implementation = "eager"
         check_generation(self.place)
         if self._scheme is not None:
-            return load_released(self.place, spec, self._matrices, on_bytes).to(device).eval().requires_grad_(False)
-        with without_expert_weights(spec.shell), quiet_library(), naming(f"cannot load the weights in {self.place}"):
+            released = load_released(self.place, spec, self._matrices, on_bytes)
+            keep_tables_on_disk(released, stored_tables(spec, self._matrices), spec)
+            return released.to(device).eval().requires_grad_(False)
+        left_out = without_weights_on_disk(spec.shell, spec.outline.tables)
+        with left_out, quiet_library(), naming(f"cannot load the weights in {self.place}"):
             loaded, report = auto_class(spec.config).from_pretrained(
                 self.place,
                 config=spec.config,
@@ -73,6 +77,7 @@ class SafetensorsFolder(SafetensorsSizes):
         check_loaded(loaded, report, self.place, lambda name: stored_as(loaded, name, self.tensors()), on_bytes)
         if device.type == "cpu":
             move_to_own_memory(loaded)
+        keep_tables_on_disk(loaded, stored_tables(spec, self._matrices), spec)
         model: PreTrainedModel = loaded.to(device).eval().requires_grad_(False)
         return model
 
@@ -88,6 +93,7 @@ class SafetensorsFolder(SafetensorsSizes):
 
     def _index(self, spec: ModelSpec) -> dict[int, StoredLayer]:
         assert isinstance(spec, LibrarySpec), "what is loaded goes by the library's rules"
+        stored_tables(spec, self._matrices)
         return index_experts(self.place, spec.shell, spec.sites, self._matrices)
 
     def _stored_layers(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:

@@ -2,7 +2,7 @@
 
 The twin is the model without weights at first. Its parameters and buffers become those of the running model: the same
 memory, but modules without our forward functions, hooks or kernels. Its experts stay empty. Weights that stay quantized
-are dequantized into memory that belongs to the twin.
+are dequantized into memory that belongs to the twin. Large tables stay on disk, and both models use the same module.
 """
 
 from __future__ import annotations
@@ -31,11 +31,15 @@ class ModelPart(NamedTuple):
 def share_weights(twin: PreTrainedModel, model: PreTrainedModel) -> None:
     """Make `twin`, a model of the same configuration on the meta device, use the weights of `model`, except the
     experts' weights."""
-    modules = dict(model.named_modules())
-    for name, module in twin.named_modules():
+    modules, embedding = dict(model.named_modules()), model.get_input_embeddings()
+    for name, module in list(twin.named_modules()):
         source = modules[name]
+        if isinstance(source, StoredEmbedding) and source is not embedding:  # a table that may exceed the memory
+            twin.set_submodule(name, source)
+            continue
         if isinstance(source, (QuantisedWeight, StoredEmbedding)):
-            module._parameters["weight"] = nn.Parameter(source.weight, requires_grad=False)
+            weight = source.whole() if isinstance(source, StoredEmbedding) else source.weight
+            module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
         for key in module._parameters:
             weight = source._parameters.get(key)
             if weight is not None:
