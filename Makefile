@@ -64,22 +64,27 @@ test: env
 test-all: env
 	$(BIN)/python -m pytest $(JOBS) $(CODE)
 
-# Tests of what is not installed for development. They need qemu-aarch64, a Chromium and systemd (Debian: qemu-user, chromium,
-# systemd), for vocabularies and chat templates parts of llama.cpp's sources, which are fetched unless SMOE_LLAMA_CPP names a folder with
+# Tests of what is not installed for development. They need qemu-aarch64, a Chromium, systemd and npm (Debian: qemu-user, chromium,
+# systemd, npm), for vocabularies and chat templates parts of llama.cpp's sources, which are fetched unless SMOE_LLAMA_CPP names a folder with
 # them; a test that is skipped for want of them fails.
 SMOE_LLAMA_CPP ?= build/llama.cpp
 test-optional:
 	$(PYTHON) -m venv $(VENV)-optional
 	$(VENV)-optional/bin/python -m pip install --quiet --no-compile -c constraints.txt "$(TORCH)"
-	$(VENV)-optional/bin/python -m pip install --quiet --no-compile -c constraints.txt -e ".[dev,ray,lm-eval,clients]"
+	$(VENV)-optional/bin/python -m pip install --quiet --no-compile -c constraints.txt -e ".[dev,ray,lm-eval]"
+	$(VENV)-optional/bin/python -m pip install --quiet --no-compile -e ".[clients]"    # some exclude what the constraints have
 	$(VENV)-optional/bin/python -m tests.llama_cpp_source $(SMOE_LLAMA_CPP)
 	$(PYTHON) -m venv $(VENV)-aider
 	$(VENV)-aider/bin/python -m pip install --quiet --no-compile aider-chat
-	SMOE_LLAMA_CPP=$(SMOE_LLAMA_CPP) SMOE_AIDER=$(abspath $(VENV)-aider/bin/aider) $(VENV)-optional/bin/python -m pytest --none-needs emulated --none-needs Chromium \
-	    --none-needs Ray --none-needs llama.cpp --none-needs Anthropic --none-needs aider --none-needs systemd tests/kernels/test_on_aarch64.py tests/server/test_page.py \
+	$(PYTHON) -m venv $(VENV)-llama-index
+	$(VENV)-llama-index/bin/python -m pip install --quiet --no-compile llama-index-llms-openai-like
+	mkdir -p $(VENV)-npm && cp tests/clients/scripts/package.json $(VENV)-npm/ && npm install --no-audit --no-fund --prefix $(VENV)-npm
+	SMOE_LLAMA_CPP=$(SMOE_LLAMA_CPP) SMOE_AIDER=$(abspath $(VENV)-aider/bin/aider) SMOE_NPM=$(abspath $(VENV)-npm) \
+	    SMOE_LLAMA_INDEX=$(abspath $(VENV)-llama-index/bin/python) $(VENV)-optional/bin/python -m pytest --none-needs emulated --none-needs Chromium \
+	    --none-needs Ray --none-needs llama.cpp --none-needs client --none-needs aider --none-needs systemd --none-needs npm tests/kernels/test_on_aarch64.py tests/server/test_page.py \
 	    tests/cluster/test_on_ray.py tests/eval/test_questions.py tests/conversation/test_published_templates.py \
 	    tests/models/test_gguf_tokenizer.py tests/server/test_published_outputs.py tests/server/test_messages.py \
-	    tests/server/test_ollama.py tests/server/test_unknown_fields.py tests/cli/test_launch.py tests/docs/test_unit_file.py
+	    tests/server/test_ollama.py tests/server/test_unknown_fields.py tests/clients tests/cli/test_launch.py tests/docs/test_unit_file.py
 
 # Tests of artifacts of published models, by pip and npm; a test that is skipped for want of them fails.
 SMOE_REAL ?= build/real
@@ -152,4 +157,4 @@ gpu:
 	PYTHONPATH=src HF_HUB_OFFLINE=1 $(GPU_PYTHON) -m bench.gpu --out $(GPU_OUT)
 
 clean:
-	rm -rf $(VENV) $(VENV)-docs $(VENV)-lock $(VENV)-optional $(VENV)-aider build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-lock $(VENV)-optional $(VENV)-aider $(VENV)-llama-index $(VENV)-npm build .pytest_cache .mypy_cache .ruff_cache

@@ -54,7 +54,13 @@ GROUPS = (
     Group("aarch64, emulated", "needs qemu-aarch64|needs an LLVM that knows aarch64", OPTIONAL),
     Group("a Chromium", "no Chromium on this machine", OPTIONAL),
     Group("Ray or lm_eval", "could not import '(ray|lm_eval)'", OPTIONAL),
-    Group("Anthropic's or Ollama's client", "could not import '(anthropic|ollama)'", OPTIONAL),
+    Group(
+        "a client of the server: a package of Python",
+        "could not import '(anthropic|instructor|langchain\\w*(\\.messages)?|litellm|ollama|pydantic_ai)'"
+        "|SMOE_LLAMA_INDEX names no",
+        OPTIONAL,
+    ),
+    Group("clients and agents of npm", "SMOE_NPM names no", OPTIONAL),
     Group("aider", "SMOE_AIDER names no", OPTIONAL),
     Group("systemd", "systemd is not installed", OPTIONAL),
     Group("the sources of llama.cpp", "SMOE_LLAMA_CPP names no", OPTIONAL),

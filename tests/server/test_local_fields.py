@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 import torch
+from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from smoe import from_pretrained
 from smoe.generation.sampler import Sampler
+from smoe.server.serving import Serving
+from smoe.server.texts import TextRequest
 from tests.server.conftest import ENDLESS, Running, served
 from tests.toy import save_toy
 
@@ -24,6 +27,13 @@ TEMPLATE = (
     "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}<think>{% endif %}"
     "{{ reasoning_effort or '' }}"
 )
+CHANNELS = (
+    "{# <|channel|> #}{{ tools | tojson if tools else '' }}{% for m in messages %}<|start|>{{ m['role'] }}<|message|>"
+    "{{ m['content'] }}<|end|>{% endfor %}<|start|>assistant"
+)
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"
+CALL = "<|end|><|start|>assistant<|channel|>commentary to=functions.now <|constrain|>json<|message|>"
+NOW = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
 ANSWER = 'root ::= ("yes" | "no") " " [0-9]+\n'
 GRAMMARS: list[Any] = [
     ANSWER,
@@ -44,14 +54,25 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def channelled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A toy that writes messages with headers, as gpt-oss does."""
+    marks = [AddedToken(mark, special=True) for mark in ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")]
+    folder: Path = save_toy(
+        tmp_path_factory.mktemp("channels"), template=CHANNELS, added=marks, max_position_embeddings=1024
+    )
+    model = from_pretrained(folder, memory="16MiB", context_tokens=500, max_sequences=2)
+    with model.offload, served(model, AutoTokenizer.from_pretrained(folder)) as running:
+        yield running
+
+
 @pytest.fixture
-def prefer(thinker: Running, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def prefer(thinker: Running, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes the tokens of a text the likeliest ones; what constrains the choice still does."""
     choose = Sampler.choose
 
-    def write(text: str) -> None:
-        tokenizer = thinker.serving.tokenizer
-        ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], *thinker.serving.ends]
+    def write(text: str, of: Running = thinker) -> None:
+        ids = [*of.serving.tokenizer(text, add_special_tokens=False)["input_ids"], *of.serving.ends]
         left: dict[int, tuple[Sampler, Iterator[int]]] = {}
 
         def chosen(sampler: Sampler, logits: torch.Tensor) -> Any:
@@ -113,6 +134,58 @@ def test_anthropics_budget_and_openais_effort_are_the_same_wishes(
     ]
 
 
+def test_reasoning_in_a_channel_ends_after_its_budget(channelled: Running, prefer: Callable[..., None]) -> None:
+    """The forced header takes the places of tokens that the model prefers."""
+    forced = len(channelled.serving.tokenizer.encode(FINAL))
+    for thought in ("I see", ""):
+        prefer(ANALYSIS + thought + "x" * forced + "Yes.", channelled)
+        message = budgeted(channelled, thinking_budget_tokens=len(thought)).choices[0].message
+        assert (getattr(message, "reasoning_content", None) or "", message.content) == (thought, "Yes.")
+    prefer(f"{ANALYSIS}I see{FINAL}Yes.", channelled)
+    for budget in (5, 500, -1):
+        message = budgeted(channelled, thinking_budget_tokens=budget).choices[0].message
+        assert (message.reasoning_content, message.content) == ("I see", "Yes.")
+
+
+def test_a_call_may_follow_reasoning_in_a_channel(channelled: Running, prefer: Callable[..., None]) -> None:
+    """The model chooses between an answer and a call where the two headers differ."""
+    way, answer = (channelled.serving.tokenizer.encode(text) for text in (CALL, FINAL))
+    place = next(number for number, (a, b) in enumerate(zip(way, answer, strict=False)) if a != b)
+    ask = {"thinking_budget_tokens": 5, "tools": [NOW], "max_tokens": 150}
+    prefer(f"{ANALYSIS}I see{'x' * place}c{'x' * (len(way) - place - 1)}{{}}", channelled)
+    message = budgeted(channelled, **ask).choices[0].message
+    assert message.reasoning_content == "I see" and message.tool_calls[0].function.name == "now"
+    assert message.tool_calls[0].function.arguments == "{}"
+    prefer(f"{ANALYSIS}I see{'x' * place}f{'x' * (len(answer) - place - 1)}Yes.", channelled)
+    assert budgeted(channelled, **ask).choices[0].message.content == "Yes."
+
+
+def test_an_enforced_answer_has_the_header_of_an_answer(
+    channelled: Running, thinker: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch JSON as a header, and JSON within reasoning that the template has begun."""
+    wanted, ask = list[TextRequest](), Serving.ask
+
+    def noted(serving: Serving, texts: Sequence[TextRequest], *rest: Any) -> Any:
+        wanted.extend(texts)
+        return ask(serving, texts, *rest)
+
+    monkeypatch.setattr(Serving, "ask", noted)
+    form = {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}, "max_tokens": 40}
+    on = {"chat_template_kwargs": {"enable_thinking": True}}
+    for running, more, end in (
+        (channelled, {}, "<|start|>assistant<|channel|>final<|message|>"),
+        (thinker, {}, "assistant:<think></think>"),
+        (thinker, on, "assistant:<think></think>"),
+    ):
+        answer = running.chat("Is it?", **form, extra_body=more).choices[0].message
+        assert json.loads(answer.content)["age"] in (7, 8) and not hasattr(answer, "reasoning_content")
+        assert running.serving.tokenizer.decode(wanted[-1].ids).endswith(end)
+    running = channelled
+    call = running.chat("Is it?", tools=[NOW], tool_choice="required", max_tokens=90).choices[0].message.tool_calls[0]
+    assert call.function.name == "now" and running.serving.tokenizer.decode(wanted[-1].ids).endswith("assistant")
+
+
 @pytest.mark.parametrize("grammar", GRAMMARS, ids=["gbnf", "lark", "as gbnf", "as lark", "regex"])
 def test_a_grammar_is_followed(thinker: Running, grammar: Any) -> None:
     """The toy's own choices are chance: without the grammar no text is like this."""
@@ -123,6 +196,10 @@ def test_a_grammar_is_followed(thinker: Running, grammar: Any) -> None:
         assert re.fullmatch(pattern, choice.message.content)
         texts = thinker.client.completions.create(model="demo", prompt=["a", "b"], n=1, **fields).choices
         assert all(re.fullmatch("(yes|no) [0-9]*", text.text) for text in texts) and len(texts) == 2
+    body = {"model": "demo", "input": "Is it?", "max_output_tokens": 60, "grammar": grammar, "temperature": 1.0}
+    for stream in (False, True):
+        answer = thinker.http("POST", "/v1/responses", {**body, "stream": stream})
+        assert answer.status == 200 and re.search('"text": ?"(yes|no) [0-9]*"', answer.text), answer.text
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,15 @@ def test_errors_have_anthropics_form(running: Running) -> None:
     assert json.loads(running.http("GET", "/v1/messages/x", **key).text)["error"]["type"] == "not_found_error"
 
 
+def test_clients_are_asked_to_go_on_without_threads(running: Running) -> None:
+    """By the words at which Anthropic's tool runner sends the request again, whole."""
+    body = {**ASKED, "thread": {"type": "create"}}
+    answer = running.http("POST", "/v1/messages", body, **{"x-api-key": "a-key"})
+    error = json.loads(answer.text)["error"]
+    assert answer.status == 400 and error["details"]["error_code"] == "thread_unsupported_request"
+    answers.MessageRefusal.model_validate_json(answer.text)
+
+
 def test_anthropics_client_reads_it(running: Running, script: Callable[[str], None]) -> None:
     anthropic = pytest.importorskip("anthropic")
     script(f"So: {CALL}")

@@ -72,6 +72,21 @@ def test_a_conversation_goes_on_by_name(running: Running) -> None:
         assert error.value.code == "response_not_found"
 
 
+def test_items_of_stored_responses_may_be_sent_by_reference(running: Running) -> None:
+    """As Vercel's AI SDK sends them. Would catch an item that is left out of the conversation."""
+    first = respond(running, "Tom has a red ball.")
+    said: list[Any] = [{"role": "user", "content": "Tom has a red ball."}, first.output[0].model_dump()]
+    asked = {"role": "user", "content": "Who has a ball?"}
+    by_reference = [said[0], {"type": "item_reference", "id": first.output[0].id}, asked]
+    answers = [respond(running, given, store=False) for given in (by_reference, [*said, asked])]
+    assert answers[0].usage.input_tokens == answers[1].usage.input_tokens
+    assert answers[0].output_text == answers[1].output_text
+    running.client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError, match="there is no item 'msg_") as error:
+        respond(running, by_reference)
+    assert error.value.code == "item_not_found" and error.value.param == "input"
+
+
 def test_text_can_be_made_to_keep_to_a_schema(running: Running) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     form = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
@@ -83,7 +98,6 @@ def test_text_can_be_made_to_keep_to_a_schema(running: Running) -> None:
     [
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"given": []}, "input"),
-        ({"given": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"given": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
@@ -115,20 +129,20 @@ def test_calls_and_their_outputs_are_messages() -> None:
         {"type": "function_call", "call_id": "b", "name": "warmth", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "a", "output": "3 degrees"},
     ]
-    user, calls, output = messages_of(given)
+    user, calls, output = messages_of(given, lambda name: {})
     assert user == {"role": "user", "content": "How warm is it?"}
     assert [call["id"] for call in calls["tool_calls"]] == ["a", "b"] and calls["role"] == "assistant"
     assert output == {"role": "tool", "tool_call_id": "a", "content": "3 degrees"}
 
 
 def test_the_oldest_is_forgotten() -> None:
-    kept = ResponseStore(most=3, most_bytes=1000)
+    kept = ResponseStore(most=3, most_bytes=1070)
     for number in range(5):
-        kept.put({"id": str(number)}, [])
+        kept.put({"id": str(number), "output": []}, [])
     assert len(kept) == 3 and kept.get("2")
     with pytest.raises(ApiError):
         kept.get("1")
-    kept.put({"id": "long"}, [{"role": "user", "content": "x" * 950}])
+    kept.put({"id": "long", "output": []}, [{"role": "user", "content": "x" * 1000}])
     assert len(kept) == 1 and kept.get("long")
-    kept.put({"id": "too long"}, [{"role": "user", "content": "x" * 1000}])
+    kept.put({"id": "too long", "output": []}, [{"role": "user", "content": "x" * 1100}])
     assert len(kept) == 0

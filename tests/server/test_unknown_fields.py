@@ -26,12 +26,26 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"model": "demo", "messages": SAID},
 }
 
+LOCAL_BODIES: dict[str, dict[str, Any]] = {
+    "/api/chat": {"model": "demo", "messages": SAID, "options": {"num_predict": 1}},
+    "/api/generate": {"model": "demo", "prompt": "x", "options": {"num_predict": 1}},
+    "/api/show": {"model": "demo"},
+    "/tokenize": {"content": "x"},
+    "/detokenize": {"tokens": [5]},
+}
+"""Requests of Ollama's and llama.cpp's APIs."""
+
+
+@pytest.mark.parametrize("path", [*BODIES, *LOCAL_BODIES])
+def test_unknown_fields_are_ignored_and_listed(running: Running, path: str) -> None:
+    body = (BODIES | LOCAL_BODIES)[path]
+    answer = running.http("POST", path, {**body, "temprature": 1, "söme, thing\n": 2})
+    assert answer.status == 200 and IGNORED_FIELDS not in running.http("POST", path, body).headers
+    assert [unquote(name) for name in answer.headers[IGNORED_FIELDS].split(",")] == ["temprature", "söme, thing\n"]
+
 
 @pytest.mark.parametrize("path", BODIES)
-def test_unknown_fields_are_ignored_and_listed(running: Running, path: str) -> None:
-    answer = running.http("POST", path, {**BODIES[path], "temprature": 1, "söme, thing\n": 2})
-    assert answer.status == 200 and IGNORED_FIELDS not in running.http("POST", path, BODIES[path]).headers
-    assert [unquote(name) for name in answer.headers[IGNORED_FIELDS].split(",")] == ["temprature", "söme, thing\n"]
+def test_an_unknown_field_hides_no_wrong_one(running: Running, path: str) -> None:
     wrong = running.http("POST", path, {**BODIES[path], "temperature": 5, "temprature": 1})
     assert wrong.status == 400 and "'temperature' is 5; it must be a number between 0 and 2" in wrong.text
 
@@ -56,6 +70,13 @@ def test_a_strict_server_names_the_nearest_field(demo: Any, demo_tokenizer: Any)
             assert answer.status == 400
             assert "Unrecognized request argument supplied: Temprature (did you mean temperature?)" in answer.text
             assert running.http("POST", path, body).status == 200
+        for path, body in LOCAL_BODIES.items():
+            answer = running.http("POST", path, {**body, "own": 1})
+            assert answer.status == 400 and "Unrecognized request argument supplied: own" in answer.text
+            assert running.http("POST", path, body).status == 200
+        wrong_option = LOCAL_BODIES["/api/chat"] | {"options": {"num_predct": 1}}
+        answer = running.http("POST", "/api/chat", wrong_option)
+        assert answer.status == 400 and "(did you mean options.num_predict?)" in answer.text
         wrong = {"response_format": {"type": "text", "json_shema": {}}}
         answer = running.http("POST", "/v1/chat/completions", BODIES["/v1/chat/completions"] | wrong)
         assert (answer.status, answer.error["code"]) == (400, "unknown_parameter")

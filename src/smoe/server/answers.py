@@ -372,6 +372,8 @@ class MessageProblem(ResponseModel):
     type: str
     """The kind of error, by Anthropic's names for HTTP statuses."""
     message: str
+    details: dict[str, Any] | None = None
+    """Of a request with `thread`: the reason for which clients send it again without."""
 
 
 class MessageRefusal(ResponseModel):

@@ -347,7 +347,6 @@ class ResponseAsked(RequestFields):
         "logprobs": (False,),
         "top_logprobs": (0,),
         "stop": ([], ""),
-        "grammar": (),
         "response_format": ({"type": "text"},),
         "reasoning_effort": (),
         "continue_final_message": (False,),
@@ -375,6 +374,8 @@ class ResponseAsked(RequestFields):
     store: bool | None = None
     """Whether the response is stored, so that later requests can continue it; left out: true."""
     text: ResponseText | None = None
+    grammar: str | GivenGrammar | None = None
+    """Not OpenAI's: the grammar that the response follows, in GBNF or Lark; or its language and itself."""
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=128, fail_fast=True)
     """Only functions are supported."""
     tool_choice: str | dict[str, Any] | None = None
@@ -400,7 +401,6 @@ class ResponseAsked(RequestFields):
     logprobs: Any = None
     top_logprobs: Any = None
     stop: Any = None
-    grammar: Any = None
     response_format: Any = None
     reasoning_effort: Any = None
     continue_final_message: Any = None

@@ -33,6 +33,9 @@ _ANTHROPIC = {
 }
 """{HTTP status: type of the error in Anthropic's API}."""
 
+_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""What tells Anthropic's clients to send the whole conversation instead of a thread's new messages."""
+
 
 class ApiError(Exception):
     """An error response. The client sees `message`: it contains no paths and no names of this machine."""
@@ -63,7 +66,9 @@ class ApiError(Exception):
     @property
     def for_anthropic(self) -> dict[str, Any]:
         """The error's JSON body in the form of Anthropic's API."""
-        return {"type": "error", "error": {"type": _ANTHROPIC.get(self.status, "api_error"), "message": self.message}}
+        more = {"details": _NO_THREADS} if self.param == "thread" else {}
+        kind = _ANTHROPIC.get(self.status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message, **more}}
 
     @property
     def for_ollama(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from smoe.server.fields import ResponseAsked
@@ -10,13 +10,17 @@ from smoe.server.problem import refused
 from smoe.server.prompts import text_of
 from smoe.server.talk import Talk, template_of
 
+StoredItem = Callable[[str], dict[str, Any]]
+"""A function that returns the item with an id from the output of a stored response, or raises an `ApiError`."""
 _ROLES = ("system", "developer", "user", "assistant")
 
 
-def talk_of(asked: ResponseAsked, before: list[dict[str, Any]]) -> tuple[Talk, list[dict[str, Any]]]:
+def talk_of(
+    asked: ResponseAsked, before: list[dict[str, Any]], stored_item: StoredItem
+) -> tuple[Talk, list[dict[str, Any]]]:
     """Return the conversation from which the prompt is made, and the messages to store with the response. `before`: the
     messages of the stored response that the request continues."""
-    messages = before + messages_of(asked.input)
+    messages = before + messages_of(asked.input, stored_item)
     first = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
     talk = Talk(
         messages=first + messages,
@@ -25,18 +29,20 @@ def talk_of(asked: ResponseAsked, before: list[dict[str, Any]]) -> tuple[Talk, l
         is_single_call=asked.parallel_tool_calls is False,
         schema=_schema(asked),
         schema_field="text.format",
+        grammar=asked.grammar,
         template=template_of(asked.chat_template_kwargs, (asked.reasoning or {}).get("effort")),
         max_new_tokens=asked.max_output_tokens,
     )
     return talk, messages
 
 
-def messages_of(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+def messages_of(given: str | list[dict[str, Any]], stored_item: StoredItem) -> list[dict[str, Any]]:
     """Return the items of an `input` as messages. Raises an `ApiError` for an invalid item."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []
-    for item in given:
+    for each in given:
+        item = stored_item(str(each.get("id", ""))) if each.get("type") == "item_reference" else each
         kind = item.get("type", "message")
         if kind == "message":
             messages.append(_message(item))

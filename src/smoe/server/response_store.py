@@ -19,6 +19,8 @@ class StoredResponse(NamedTuple):
 
     response: bytes
     messages: bytes
+    items: tuple[str, ...]
+    """The ids of the items of the response's output."""
 
     @property
     def nbytes(self) -> int:
@@ -31,6 +33,8 @@ class ResponseStore:
     def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = _MOST_BYTES) -> None:
         self._most, self._most_bytes = most, most_bytes
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._response_of: dict[str, str] = {}
+        """{id of an item of an output: the id of its response}."""
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -38,12 +42,13 @@ class ResponseStore:
 
     def put(self, response: dict[str, Any], messages: list[dict[str, Any]]) -> None:
         """Store a response and its conversation; the oldest responses are deleted to make room."""
-        stored = StoredResponse(to_json(response), to_json(messages))
+        items = tuple(item["id"] for item in response["output"])
+        stored = StoredResponse(to_json(response), to_json(messages), items)
         self._responses[response["id"]] = stored
+        self._response_of.update(dict.fromkeys(items, response["id"]))
         self._bytes += stored.nbytes
         while len(self._responses) > self._most or self._bytes > self._most_bytes:
-            _, oldest = self._responses.popitem(last=False)
-            self._bytes -= oldest.nbytes
+            self.delete(next(iter(self._responses)))
 
     def get(self, name: str) -> bytes:
         """Return a response as JSON. Raises an `ApiError` for an unknown or deleted one."""
@@ -53,6 +58,16 @@ class ResponseStore:
         """Return the messages of a stored response's conversation, including the response. Raises an `ApiError` that
         names the request's field `param` if the response is unknown."""
         found: list[dict[str, Any]] = json.loads(self._found(name, param).messages)
+        return found
+
+    def item(self, name: str, param: str) -> dict[str, Any]:
+        """Return an item of a stored response's output. Raises an `ApiError` that names the request's field `param` if
+        no stored response has it."""
+        stored = self._responses.get(self._response_of.get(name, ""))
+        if stored is None:
+            message = f"there is no item {name[:100]!r} here; its response was not stored, or was deleted"
+            raise ApiError(404, message, param=param, code="item_not_found")
+        found: dict[str, Any] = json.loads(stored.response)["output"][stored.items.index(name)]
         return found
 
     def _found(self, name: str, param: str | None = None) -> StoredResponse:
@@ -67,5 +82,8 @@ class ResponseStore:
 
     def delete(self, name: str) -> None:
         """Delete a response. Raises an `ApiError` for an unknown one."""
-        self._bytes -= self._found(name).nbytes
+        stored = self._found(name)
+        self._bytes -= stored.nbytes
+        for item in stored.items:
+            self._response_of.pop(item, None)
         del self._responses[name]

@@ -7,6 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from starlette.requests import Request
@@ -55,7 +56,7 @@ class Responses:
             before: list[dict[str, Any]] = []
             if asked.previous_response_id is not None:
                 before = self._store.messages(asked.previous_response_id, "previous_response_id")
-            talk, messages = talk_of(asked, before)
+            talk, messages = talk_of(asked, before, partial(self._store.item, param="input"))
             prepared = prepare(serving, asked, talk, asked.settings)
             return prepared, _form_of(asked, serving.name, messages)
 

@@ -18,7 +18,7 @@ from smoe.generation.sampling import Sampling
 from smoe.server.choice import ChoiceText
 from smoe.server.fields import Completing, GivenGrammar, RequestFields, ResponseFormat
 from smoe.server.grammar import Grammar
-from smoe.server.output.output_format import At
+from smoe.server.output.output_format import IN_REASONING, At
 from smoe.server.output.output_reader import OutputReader, plain_text
 from smoe.server.output.rules import Rules
 from smoe.server.problem import refused
@@ -85,16 +85,21 @@ def prepare(serving: Serving, asked: RequestFields, talk: Talk, fields: dict[str
     """Make the prompt's tokens, the sampling and the grammar. May take long: do not call this on the event loop's
     thread."""
     offered, must = _offered(talk)
+    is_free = not must and talk.schema is None and talk.grammar is None
+    if not is_free:
+        talk = replace(talk, template=thinking(talk.template, False))
     ids = prompt_of(serving, talk, fields["prompt"])
+    at = _place(serving, talk, ids)
+    if not is_free:
+        ids = [*ids, *_tokens_before_enforced(serving, at, is_call=bool(must))]
     sampling = sampling_of(asked, serving.model, serving.limit(ids, talk.max_new_tokens))
     serving.check(TextRequest(ids, sampling), fields)
     own = _added_within(serving.tokenizer, serving.prompts.format.texts)
     grammar = _grammar(serving, talk, must, own)
     if grammar is not None:
         refuse_endless(asked)
-    at = _place(serving, talk, ids)
     budget = asked.thinking_budget_tokens if talk.thinking_tokens is None else talk.thinking_tokens
-    constraint = _thinking_budget(serving, at, budget) if grammar is None else grammar
+    constraint = _thinking_budget(serving, at, offered, budget) if grammar is None else grammar
     wanted = texts_of(ids, sampling, talk.texts, talk.logprobs, constraint)
     markers = _left_out(serving.tokenizer, own)
     return Prepared(
@@ -172,13 +177,23 @@ def _place(serving: Serving, talk: Talk, ids: Sequence[int]) -> At:
     return serving.prompts.place_of(ids)
 
 
-def _thinking_budget(serving: Serving, at: At, budget_tokens: int | None) -> ThinkingBudget | None:
+def _tokens_before_enforced(serving: Serving, at: At, *, is_call: bool) -> list[int]:
+    """Return the tokens that end a prompt for an answer that must match a grammar, after a prompt that ends at `at`."""
+    text = serving.prompts.format.before_enforced(at, is_call=is_call)
+    tokens: list[int] = serving.tokenizer.encode(text, add_special_tokens=False)
+    return tokens
+
+
+def _thinking_budget(
+    serving: Serving, at: At, offered: Sequence[dict[str, Any]], budget_tokens: int | None
+) -> ThinkingBudget | None:
     """Return the constraint that limits reasoning. None if there is no limit, or if the model's format has no marks
     around reasoning."""
-    marks = serving.prompts.format.reasoning
-    if budget_tokens is None or budget_tokens < 0 or marks is None:
+    form = serving.prompts.format
+    if budget_tokens is None or budget_tokens < 0 or form.reasoning is None:
         return None
-    return ThinkingBudget(serving.tokenizer, marks, budget_tokens, at in ("reasoning", "within reasoning"))
+    ways_out = form.ways_out([tool["function"]["name"] for tool in offered])
+    return ThinkingBudget(serving.tokenizer, form.reasoning, ways_out, budget_tokens, at in IN_REASONING)
 
 
 def _reader(

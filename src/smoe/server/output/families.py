@@ -246,18 +246,22 @@ _LEFT_OUT = (
 )
 """Pairs (strings that occur in a chat template, the marks that are then removed from answers)."""
 _HARMONY = Channels(
+    reasoning=Marks("<|channel|>analysis<|message|>", "<|end|>"),
     ends=("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>"),
     begins=("<|start|>", "<|channel|>", "<|message|>", " to="),
     header=regex.compile(
         r".*?to=(?:functions\.)?(?!assistant\b)(?P<tool>[^\s<]+)|.*(?P<reasoning>analysis)(?!.*<\|channel)", regex.S
     ),
+    answered="<|channel|>final<|message|>",
     written=("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", "<|call|>"),
 )
 _MUSE = Channels(
+    reasoning=Marks(" to=self<|message|>", "<|eom|>"),
     calls=_invoke("<atem:function_calls>", "</atem:function_calls>", "atem:"),
     ends=("<|eom|>", "<|eot|>", "<|start|>"),
     begins=("<|start|>", "<|message|>", " to="),
     header=regex.compile(r"to=(?:(?P<reasoning>self)|user|(?P<tool>[^\s<]+))(?!.*to=)"),
+    answered=" to=user<|message|>",
     written=(" to={name}<|message|>", ""),
 )
 _CHANNELS = (

@@ -21,6 +21,7 @@ from smoe.server.output.rules import Rules
 At = Literal["beginning", "reasoning", "within reasoning", "answer"]
 """The position in the output's structure at which a prompt ends: before any output, before reasoning, within reasoning,
 or within an answer."""
+IN_REASONING: tuple[At, ...] = ("reasoning", "within reasoning")
 
 
 class Marks(NamedTuple):
@@ -81,6 +82,16 @@ class OutputFormat:
         if self.reasoning is None or text.rfind(self.reasoning.begin) <= text.rfind(self.reasoning.end):
             return "answer"
         return "within reasoning"
+
+    def ways_out(self, tools: Sequence[str]) -> list[str]:
+        """Return the texts by which reasoning can end: up to the beginning of an answer, or of a call of one of
+        `tools`. Empty if the format has no marks around reasoning."""
+        return [] if self.reasoning is None else [self.reasoning.end]
+
+    def before_enforced(self, at: At, *, is_call: bool) -> str:
+        """Return the text between a prompt that ends at `at` and an answer that must match a grammar: the model writes
+        no reasoning before it. `is_call`: whether the grammar is that of `must_call`."""
+        return self.reasoning.end if self.reasoning is not None and at in IN_REASONING else ""
 
     def must_call(self, rules: Rules, functions: Sequence[Mapping[str, Any]]) -> str:
         """Return a grammar that allows only a tool call of one of the functions."""
@@ -182,8 +193,13 @@ class Channels(OutputFormat):
     user."""
     begins: tuple[str, ...] = ()
     """The marks with which a header begins."""
+    author: str = "<|start|>assistant"
+    """The beginning of the header of a message that the model writes. Prompts end with it."""
+    answered: str = ""
+    """The rest of the header of an answer."""
     written: tuple[str, str] = ("", "")
-    """The texts before and after a call's arguments in the grammar; {name} stands for the function's name."""
+    """The rest of the header of a call, and the text after the call's arguments; {name} stands for the function's
+    name."""
 
     @property
     def reasons(self) -> bool:
@@ -195,7 +211,7 @@ class Channels(OutputFormat):
 
     @property
     def texts(self) -> str:
-        return "\n".join([super().texts, self.mark, *self.ends, *self.begins, *self.written])
+        return "\n".join([super().texts, self.mark, *self.ends, *self.begins, self.answered, *self.written])
 
     def reads(self, at: At, has_tools: bool) -> ReadsFrom:
         def read(reader: OutputReader) -> Steps[None]:
@@ -215,6 +231,13 @@ class Channels(OutputFormat):
 
     def place_within(self, text: str) -> At:
         return "answer"
+
+    def ways_out(self, tools: Sequence[str]) -> list[str]:
+        headers = [self.answered, *(self.written[0].replace("{name}", name) for name in tools)]
+        return [f"{end}{self.author}{header}" for end in super().ways_out(tools) for header in headers]
+
+    def before_enforced(self, at: At, *, is_call: bool) -> str:
+        return self.answered if at == "beginning" and not is_call else ""
 
     def _read_message(self, reader: OutputReader) -> Steps[str | None]:
         """Consume the header and the body of one message. Return the mark that ended the body, or None at the end of
