@@ -19,8 +19,8 @@ from typing import Any
 
 from smoe import __version__
 from smoe.policy.eviction.multidimensional import WEIGHTS
+from smoe.policy.eviction.policies import CACHE_RECORDS
 from smoe.policy.importance import Thresholds, graded, least_unimportance
-from smoe.policy.registry import CACHE_RECORDS
 from smoe.policy.step import Switches
 from smoe.routing import Phase, Routing
 from smoe.simulator.mixed_cache import MixedCache, best_weights, miss_penalty, multidimensional, named

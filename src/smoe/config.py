@@ -1,6 +1,7 @@
 """The settings of an engine, in one immutable class that checks them.
 
-Each setting is declared once, here, with `setting` (`settings.py`). Rules about several settings are in
+Each setting is declared once, with `setting` (`settings.py`): here, or in `policy/eviction/policies.py` if only one
+eviction policy uses it. Rules about several settings are in
 `config_checks.py`. Names contain units. Values that are found at run time, such as free bytes and the number of slots,
 are stored in the ledger and never written back here.
 """
@@ -8,7 +9,8 @@ are stored in the ledger and never written back here.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
+from typing import Any
 
 from smoe.bounds import (
     ACTIVATIONS,
@@ -32,16 +34,15 @@ from smoe.config_checks import check_together
 from smoe.errors import ConfigError
 from smoe.policy.balance import BALANCE, BALANCE_ORDER, RECENT
 from smoe.policy.eviction.base import EvictionSettings
+from smoe.policy.eviction.policies import PolicySettings
 from smoe.policy.placement import PLACEMENT
 from smoe.policy.prediction import ASKED
 from smoe.policy.registry import (
-    CACHE_RECORDS,
     EXPERT_CACHE,
     ONLINE_EVICTION,
     POOLS,
     PREFETCH,
     PREFETCH_WHAT,
-    are_cache_weights,
     eviction_kind,
     predictor_kind,
 )
@@ -67,7 +68,7 @@ DEFAULT_ALPHA = 0.3
 
 
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(PolicySettings):
     """The settings with which a model is loaded and served."""
 
     memory_bytes: int | None = setting(
@@ -203,30 +204,6 @@ class EngineConfig:
     )
     """The eviction policy, which chooses the resident expert to evict. auto: whichever of several policies has the
     fewest misses at present. A plug-in is given as MODULE:CLASS."""
-    score_window: int = setting(
-        64, Count(0), "With --eviction score: the number of steps over which scores are averaged."
-    )
-    """With `eviction` score: the number of earlier steps over which scores are averaged (the papers' n)."""
-    cache_weights: tuple[float, ...] | None = setting(
-        None,
-        NumberTuple("four numbers of at least 0 whose sum is 1, for lru, lfu, lhu and fld", are_cache_weights),
-        "With --eviction multidimensional: the weights of an expert's last use, uses, uses in high precision and layer "
-        "distance, such as 0.4,0.3,0.2,0.1.",
-        left_out="as smoe tune --cache found for the model, else the usual weights",
-        owner="eviction",
-    )
-    """With `eviction` multidimensional: the weights of the last use (lru), the uses (lfu), the uses in high
-    precision (lhu) and the distance to the layer (fld). None: those that `smoe tune --cache` found for this model, else
-    the usual ones."""
-    cache_records: str | None = setting(
-        None,
-        OneOf(*CACHE_RECORDS),
-        "With --eviction multidimensional: count an expert's uses in the current sequence, or in the whole run.",
-        left_out="sequence",
-        owner="eviction",
-    )
-    """With `eviction` multidimensional: the period over which uses are counted. sequence (the default): since the
-    start of the prompt; model: since the model was loaded."""
     expert_cache: str = setting(
         "budget",
         OneOf(*EXPERT_CACHE),
@@ -637,7 +614,8 @@ class EngineConfig:
     @property
     def eviction_settings(self) -> EvictionSettings:
         """The settings from which the eviction policy is made."""
-        return EvictionSettings(self.eviction, self.pools, self.score_window, self.cache_weights, self.cache_records)
+        of_policies = {each.name: getattr(self, each.name) for each in fields(PolicySettings)}
+        return EvictionSettings(self.eviction, self.pools, **of_policies)
 
     @property
     def lossy(self) -> list[str]:
@@ -671,7 +649,15 @@ class EngineConfig:
         check_together(self)
 
 
-SETTINGS: dict[str, Setting] = {each.name: each.metadata["setting"] for each in fields(EngineConfig)}
+def _in_order() -> list[Field[Any]]:
+    """Return the fields of `EngineConfig` in their order for users: the settings of eviction policies follow
+    `eviction`."""
+    declared, of_policies = fields(EngineConfig), len(fields(PolicySettings))
+    after = [each.name for each in declared].index("eviction") + 1
+    return [*declared[of_policies:after], *declared[:of_policies], *declared[after:]]
+
+
+SETTINGS: dict[str, Setting] = {each.name: each.metadata["setting"] for each in _in_order()}
 """The declaration of each setting, by name."""
 DEFAULTS = {each.name: each.default for each in fields(EngineConfig)}
 """The default value of each setting, by name."""

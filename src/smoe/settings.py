@@ -10,13 +10,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smoe.errors import ConfigError
 from smoe.plug_ins import PLACE
-from smoe.policy.eviction.base import Eviction
-from smoe.policy.prediction import PredictorKind
 from smoe.units import parse_bytes, parse_share
+
+if TYPE_CHECKING:
+    from smoe.policy.eviction.base import Eviction
+    from smoe.policy.prediction import PredictorKind
 
 MEMORY = "Memory"
 ENGINE = "Engine"

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from smoe.policy.registry import are_cache_weights
+from smoe.policy.eviction.policies import are_cache_weights
 from smoe.simulator.mixed_cache import best_weights
 from tests.cli.conftest import SIZE
 

@@ -142,9 +142,9 @@ def test_pools_have_what_was_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[NextUse | None] = []
 
     class Noting(Learned):
-        def __init__(self, learned: NextUse | None = None) -> None:
-            made.append(learned)
-            super().__init__(learned)
+        def __init__(self, next_use: NextUse | None = None) -> None:
+            made.append(next_use)
+            super().__init__(next_use)
 
     monkeypatch.setattr(module, "Learned", Noting)
     learned = some()

@@ -16,8 +16,9 @@ from smoe.expert import EXACT, ExpertKey
 from smoe.policy.eviction.base import EvictionSettings
 from smoe.policy.eviction.lfu import LFU
 from smoe.policy.eviction.multidimensional import WEIGHTS, Multidimensional
+from smoe.policy.eviction.policies import are_cache_weights
 from smoe.policy.eviction.random_choice import RandomChoice
-from smoe.policy.registry import are_cache_weights, make_pools
+from smoe.policy.registry import make_pools
 from smoe.routing import Phase, Routing
 
 LAYERS, EXPERTS = 3, 4

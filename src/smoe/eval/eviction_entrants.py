@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,7 +54,7 @@ def _settings(name: str, model: PreTrainedModel, spec: LibrarySpec) -> EvictionS
     """Return the settings of one eviction policy. Raise `SmoeError` if the loaded model cannot use the policy."""
     engine: Engine = model.offload  # type: ignore[assignment]
     place = Path(spec.config.name_or_path)
-    usual = engine.config.eviction_settings._replace(name=name)
+    usual = replace(engine.config.eviction_settings, name=name)
     kind = eviction_kind(name)
     if kind.needs_scores and not engine.rules:
         scoring_rules(model, spec)  # raises the error that says why there are none
@@ -64,8 +65,8 @@ def _settings(name: str, model: PreTrainedModel, spec: LibrarySpec) -> EvictionS
         )
     if kind.is_trained:
         next_use, _ = next_use_of(place, {site.layer: site.experts for site in spec.sites})
-        return usual._replace(next_use=next_use)
+        return replace(usual, next_use=next_use)
     if "cache_weights" in kind.settings and usual.cache_weights is None:
         weights, _ = cache_weights_of(place)
-        return usual._replace(cache_weights=weights)
+        return replace(usual, cache_weights=weights)
     return usual

@@ -14,7 +14,7 @@ from smoe.eval.model_traces import trace_of
 from smoe.models.read_spec import read_spec
 from smoe.models.spec import ModelSpec
 from smoe.policy.eviction.multidimensional import WEIGHTS
-from smoe.policy.registry import CACHE_RECORDS
+from smoe.policy.eviction.policies import CACHE_RECORDS
 from smoe.routing import Phase, Routing
 from smoe.runtime.substitution import substitution_of
 from smoe.simulator.mixed_cache import CacheWeights, MixedCache, best_weights, miss_penalty, multidimensional, named

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from transformers import PreTrainedModel
@@ -164,7 +165,7 @@ def _engine(resolved: Resolved, divided: Divided, parts: EngineParts, executor: 
 
 
 def _eviction(divided: Divided) -> EvictionSettings:
-    return divided.config.eviction_settings._replace(next_use=divided.learned.next_use)
+    return replace(divided.config.eviction_settings, next_use=divided.learned.next_use)
 
 
 def _units(parts: EngineParts) -> dict[int, ComputeUnit]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from smoe.load.tuned import TunedValue
 from smoe.policy.eviction.multidimensional import WEIGHTS
-from smoe.policy.registry import are_cache_weights
+from smoe.policy.eviction.policies import are_cache_weights
 
 
 @dataclass(frozen=True)

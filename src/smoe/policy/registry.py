@@ -15,39 +15,21 @@ from smoe.expert import EXACT
 from smoe.plug_ins import Catalogue
 from smoe.policy.eviction.base import Eviction, EvictionSettings
 from smoe.policy.eviction.lru import LRU
+from smoe.policy.eviction.policies import LIVE, REPLAYED
 from smoe.policy.eviction.pools import FormPools, LayerPools, SizePools
 from smoe.policy.prediction import Predictor, PredictorKind
 from smoe.policy.residency import PoolSize
 
-_LIVE = {
-    "auto": "smoe.policy.eviction.auto:Adaptive",
-    "lru": "smoe.policy.eviction.lru:LRU",
-    "lfu": "smoe.policy.eviction.lfu:LFU",
-    "score": "smoe.policy.eviction.score:ScoreWindow",
-    "multidimensional": "smoe.policy.eviction.multidimensional:Multidimensional",
-    "learned": "smoe.policy.eviction.learned:Learned",
-}
-_REPLAYED = {
-    "random": "smoe.policy.eviction.random_choice:RandomChoice",
-    "belady": "smoe.policy.eviction.belady:Belady",
-}
-EVICTIONS: Catalogue[Eviction] = Catalogue("eviction", "smoe.evictions", Eviction, _LIVE | _REPLAYED)
+EVICTIONS: Catalogue[Eviction] = Catalogue("eviction", "smoe.evictions", Eviction, LIVE | REPLAYED)
 """All eviction policies. A replay can use any of them."""
-LIVE_EVICTIONS: Catalogue[Eviction] = Catalogue("eviction", "smoe.evictions", Eviction, _LIVE)
+LIVE_EVICTIONS: Catalogue[Eviction] = Catalogue("eviction", "smoe.evictions", Eviction, LIVE)
 """The eviction policies that can serve live requests."""
-ONLINE_EVICTION = tuple(_LIVE)
+ONLINE_EVICTION = tuple(LIVE)
 """The names of the built-in eviction policies that can serve live requests."""
 EVICTION = tuple(EVICTIONS.built_in)
 """The names of all built-in eviction policies, including those for comparisons in the simulator only."""
 LEARNED = "learned"
 """The eviction policy that is trained on traces of the model."""
-
-CACHE_RECORDS = ("sequence", "model")
-"""The period over which the multidimensional cache counts uses. sequence: since the start of the prompt; model: since
-the model was loaded."""
-
-_ROUNDING = 1e-3
-"""How much the sum of the cache weights may differ from 1, since users write 0.33 for a third."""
 
 EXPERT_MLP = "expert-mlp"
 """The predictor that is a network, trained on recorded routing (DuoServe)."""
@@ -104,16 +86,9 @@ POOLS = ("global", "layer")
 """Which layers share slots. global: all; layer: none, each layer has an equal share."""
 
 
-def are_cache_weights(values: Sequence[float]) -> bool:
-    """Return whether `values` can be the weights of the multidimensional cache: four numbers, none negative, with sum
-    1."""
-    are_numbers = all(isinstance(value, (int, float)) and value >= 0 for value in values)
-    return len(values) == 4 and are_numbers and abs(sum(values) - 1) < _ROUNDING
-
-
 def eviction_kind(name: str) -> type[Eviction]:
     """Return the class of an eviction policy for live requests. Raise `ConfigError` if there is none of this name."""
-    found = (EVICTIONS if name in _REPLAYED else LIVE_EVICTIONS).find(name)
+    found = (EVICTIONS if name in REPLAYED else LIVE_EVICTIONS).find(name)
     if found.only_replayed:
         live = LIVE_EVICTIONS.allowed
         raise ConfigError(

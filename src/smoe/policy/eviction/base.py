@@ -18,25 +18,24 @@ format.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from smoe.expert import ExpertKey
+from smoe.policy.eviction.policies import PolicySettings
 from smoe.routing import Routing
 
 if TYPE_CHECKING:
     from smoe.policy.eviction.learned import NextUse
 
 
-class EvictionSettings(NamedTuple):
-    """The settings of `EngineConfig` and the learned parameters that define an eviction policy. A field that is None
-    has its default."""
+@dataclass(frozen=True)
+class EvictionSettings(PolicySettings):
+    """The settings of `EngineConfig` and the learned parameters that define an eviction policy."""
 
     name: str
     pools: str = "global"
-    score_window: int | None = None
-    cache_weights: Sequence[float] | None = None
-    cache_records: str | None = None
     next_use: NextUse | None = None
     """The parameters of the policy `learned` for this model; None if they were not trained."""
     future: Iterable[Routing] = ()
@@ -53,7 +52,7 @@ class Eviction(ABC):
     is_orderless: ClassVar[bool] = False
     """Whether the ranking depends only on the routers' choices, not on the order of loads."""
     settings: ClassVar[tuple[str, ...]] = ()
-    """The names of the fields of `EvictionSettings` that `of_settings` uses."""
+    """The names of the fields of `EvictionSettings` that the policy uses, other than `name` and `pools`."""
     is_trained: ClassVar[bool] = False
     """Whether the policy needs `next_use`, which must first be trained for the model."""
     only_replayed: ClassVar[str] = ""
@@ -66,10 +65,9 @@ class Eviction(ABC):
 
     @classmethod
     def of_settings(cls, settings: EvictionSettings) -> Eviction:
-        """Return a new policy with these settings. A class that declares the attribute `settings` overrides this
-        method."""
-        del settings
-        return cls()
+        """Return a new policy with these settings. The constructor gets those that the class names in its attribute
+        `settings`, by name."""
+        return cls(**{name: getattr(settings, name) for name in cls.settings})
 
     @property
     def rule(self) -> str:

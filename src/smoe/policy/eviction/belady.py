@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable
 
 from smoe.expert import ExpertKey
-from smoe.policy.eviction.base import Eviction, EvictionSettings, used_copies
+from smoe.policy.eviction.base import Eviction, used_copies
 from smoe.routing import Routing
 
 
@@ -33,10 +33,6 @@ class Belady(Eviction):
         for step, routing in enumerate(future):
             for key in used_copies(routing):
                 self._uses[key].append(step)
-
-    @classmethod
-    def of_settings(cls, settings: EvictionSettings) -> Eviction:
-        return cls(settings.future)
 
     def insert(self, key: ExpertKey) -> None:
         self._resident.add(key)

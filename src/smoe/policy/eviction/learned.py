@@ -26,7 +26,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from smoe.policy.eviction.base import Eviction, EvictionSettings
 from smoe.policy.eviction.ranked import Ranked
 from smoe.routing import Phase, Routing
 
@@ -119,11 +118,11 @@ class Learned(Ranked):
     is_trained = True
     settings = ("next_use",)
 
-    def __init__(self, learned: NextUse | None = None) -> None:
-        """`learned`: the trained parameters; None for a model without training."""
+    def __init__(self, next_use: NextUse | None = None) -> None:
+        """`next_use`: the trained parameters; None for a model without training."""
         super().__init__(numbers=len(HORIZONS) + 2)
         """The fading counts, all uses, and the first part's estimate."""
-        self._learned = learned if learned is not None else untrained()
+        self._learned = next_use if next_use is not None else untrained()
         layers, width, rank = self._learned.source.shape
         self._context = np.zeros((layers, rank), dtype=np.float32)
         """[L, R] the sum of what each layer's choices have added to the context, with decay."""
@@ -133,10 +132,6 @@ class Learned(Ranked):
         """The layer observed last."""
         if layers:
             self._fit(layers - 1, width)
-
-    @classmethod
-    def of_settings(cls, settings: EvictionSettings) -> Eviction:
-        return cls(settings.next_use)
 
     def observe(self, routing: Routing) -> None:
         layer, experts = routing.layer, routing.experts

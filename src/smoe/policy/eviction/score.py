@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from smoe.policy.eviction.base import Eviction, EvictionSettings
 from smoe.policy.eviction.ranked import Ranked
 from smoe.routing import Phase, Routing
 
@@ -33,15 +32,11 @@ class ScoreWindow(Ranked):
     is_orderless = True
     settings = ("score_window",)
 
-    def __init__(self, window: int = WINDOW) -> None:
-        assert window >= 0, window
+    def __init__(self, score_window: int = WINDOW) -> None:
+        assert score_window >= 0, score_window
         super().__init__(numbers=1)
-        self._steps = window + 1
+        self._steps = score_window + 1
         self._layers: dict[int, _Layer] = {}
-
-    @classmethod
-    def of_settings(cls, settings: EvictionSettings) -> Eviction:
-        return cls(WINDOW if settings.score_window is None else settings.score_window)
 
     def observe(self, routing: Routing) -> None:
         number, experts = routing.layer, routing.experts
