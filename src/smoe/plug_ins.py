@@ -52,7 +52,7 @@ class Catalogue(Generic[T]):
     def find(self, name: str) -> type[T]:
         """Return the class of this name. Raise `ConfigError` if there is none, or if the class cannot be used."""
         if name in self.built_in:
-            found: type[T] = _attribute(self.built_in[name])
+            found: type[T] = attribute_at(self.built_in[name])
             return found
         module, colon, attribute = name.rpartition(":")
         if colon and module and attribute:
@@ -132,7 +132,7 @@ class Catalogue(Generic[T]):
         return f"{base.__module__}.{base.__qualname__}"
 
 
-def _attribute(place: str) -> Any:
+def attribute_at(place: str) -> Any:
     """Return the object at MODULE:NAME."""
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)

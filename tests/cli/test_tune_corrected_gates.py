@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from smoe.load.gate_corrections import place_of
+from smoe.load.learned_file import path_of
 
 SIZE = ("--memory", "4MiB", "--context", 128)
 ASKED = ("--predictor", "corrected-gates")
@@ -27,7 +27,7 @@ def test_corrections_are_learned_remembered_and_used(run, checkpoint, text):
     judged = ran.json["judged"]
     assert [each["distance"] for each in judged] == [1, 2, 3]
     assert judged[0].keys() == {"distance", "next_gate", "corrected", "precision", "recall"}
-    assert str(place_of(checkpoint)) in ran.err.replace("\n", "")
+    assert str(path_of("corrected-gates", checkpoint)) in ran.err.replace("\n", "")
     used = run("generate", checkpoint, *SIZE, "--prefetch", "corrected-gates", "-p", "once", "--max-new-tokens", 4)
     assert (
         used.code == 0 and "prefetch=corrected-gates is used: corrections learned on 900 tokens of mine.txt" in used.err

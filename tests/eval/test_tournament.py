@@ -203,7 +203,7 @@ def trained(toy: Callable[..., Path], tmp_path: Path) -> Path:
     layers, width = max(experts) + 1, max(experts.values())
     shapes = ((layers, width, 2), (layers, 2), (layers, width, 2), (layers, width))
     learned = NextUse(0.25, untrained().weights, *(np.ones(shape, np.float32) for shape in shapes))
-    next_use.remember(folder, next_use.TrainedNextUse(learned, experts, 900))
+    next_use.TrainedNextUse(learned, 900).store(folder)
     cache_weights.FittedWeights((0.5, 0.5, 0.0, 0.0), 0.4, 900).store(folder)
     return folder
 
@@ -254,9 +254,7 @@ def test_a_folder_that_cannot_be_looked_into_costs_those_who_need_it_their_part(
     def closed(*_: Any) -> None:
         raise PermissionError(13, "Permission denied", "a folder")
 
-    monkeypatch.setattr("smoe.eval.eviction_entrants.next_use_of", closed)
-    for name in ("fitted_of", "corrections_of"):
-        monkeypatch.setattr(tournament, name, closed)
+    monkeypatch.setattr("smoe.load.learned_file.learned", closed)
     model = open_model(toy("qwen2_moe"), "half", eviction="score")
     spec = read_spec(str(toy("qwen2_moe")), model.offload.config)
     evictions, absent = evictions_of(model, spec)

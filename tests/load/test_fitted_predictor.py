@@ -14,7 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError
-from smoe.load.fitted_predictor import fitted_of, place_of, remember
+from smoe.load.fitted_predictor import StoredPredictor
+from smoe.load.learned_file import Subject, path_of
 from smoe.prediction.activation_path import Paths, RoutedLayer
 from smoe.prediction.fitted import Fitted, counted
 from tests import zoo
@@ -33,30 +34,34 @@ def fitted() -> Fitted:
     return counted("affinity", Paths(layers, chosen, np.zeros(50, dtype=np.int64)))
 
 
+def read(folder: Path, name: str) -> Fitted:
+    return StoredPredictor.read(name, folder, Subject({})).fitted
+
+
 def test_what_is_kept_comes_back(folder: Path, fitted: Fitted) -> None:
-    path = remember(folder, fitted)
-    assert path == place_of(folder, "affinity") and path.suffix == ".safetensors"
-    found = fitted_of(folder, "affinity")
+    path = StoredPredictor(fitted).store(folder)
+    assert path == path_of("affinity", folder) and path.suffix == ".safetensors"
+    found = read(folder, "affinity")
     assert (found.name, found.layers, found.tokens) == (fitted.name, fitted.layers, 50)
     assert torch.equal(found.tensors["affinity"], fitted.tensors["affinity"])
     written = path.read_bytes()
-    assert remember(folder, fitted).read_bytes() == written, "the same bytes every time"
+    assert StoredPredictor(fitted).store(folder).read_bytes() == written, "the same bytes every time"
 
 
 def test_what_was_not_fitted_is_refused_with_a_way_out(folder: Path, fitted: Fitted) -> None:
-    remember(folder, fitted)
+    StoredPredictor(fitted).store(folder)
     with pytest.raises(
         ConfigError, match=r"no tuned values are stored .* run smoe tune on the model with `predictor=popularity`"
     ):
-        fitted_of(folder, "popularity")
+        read(folder, "popularity")
 
 
 def test_another_predictor_under_its_name_is_refused(folder: Path, fitted: Fitted) -> None:
-    remember(folder, fitted).rename(place_of(folder, "popularity"))
+    StoredPredictor(fitted).store(folder).rename(path_of("popularity", folder))
     with pytest.raises(
         ConfigError, match="holds the values of the predictor affinity, not of popularity; run smoe tune"
     ):
-        fitted_of(folder, "popularity")
+        read(folder, "popularity")
 
 
 def test_a_model_is_loaded_with_its_predictor_or_not_at_all(
@@ -64,6 +69,6 @@ def test_a_model_is_loaded_with_its_predictor_or_not_at_all(
 ) -> None:
     with pytest.raises(ConfigError, match="no tuned values are stored"):
         open_model(folder, "half", prefetch="affinity")
-    remember(folder, fitted)
+    StoredPredictor(fitted).store(folder)
     ledger = open_model(folder, "half", prefetch="affinity").offload.ledger
     assert ledger.entries()["learned"] == fitted.nbytes == 3 * 8 * 8 * 4

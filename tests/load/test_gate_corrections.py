@@ -15,9 +15,11 @@ from transformers import PreTrainedModel
 
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
-from smoe.load.gate_corrections import LearnedCorrections, corrections_of, place_of, remember
+from smoe.load.gate_corrections import LearnedCorrections
+from smoe.load.learned import learned_by
+from smoe.load.learned_file import path_of
 from smoe.models.read_spec import read_spec
-from smoe.models.spec import ModelSpec
+from smoe.policy.registry import CORRECTED_GATES, predictor_kind
 from smoe.prediction.correction import Correction
 from tests import zoo
 
@@ -44,15 +46,17 @@ def learned(layers_ahead: int = 2) -> LearnedCorrections:
     )
 
 
-def spec_of(folder: Path) -> ModelSpec:
-    return read_spec(str(folder), EngineConfig())
+def read(folder: Path, depth: int) -> LearnedCorrections:
+    spec = read_spec(str(folder), EngineConfig())
+    found: LearnedCorrections = learned_by(predictor_kind(CORRECTED_GATES), CORRECTED_GATES, folder, spec, depth)
+    return found
 
 
 def test_what_is_kept_is_found_to_the_last_bit(folder: Path) -> None:
     kept = learned()
-    assert remember(folder, kept) == place_of(folder)
-    found = corrections_of(folder, spec_of(folder), 2)
-    assert str(found) == "corrections learned on 900 tokens of mine.txt"
+    assert kept.store(folder) == path_of(CORRECTED_GATES, folder)
+    found = read(folder, 2)
+    assert found.origin == "corrections learned on 900 tokens of mine.txt"
     assert found.corrections.keys() == kept.corrections.keys()
     for pair, correction in found.corrections.items():
         assert all(torch.equal(a, b) for a, b in zip(correction[:3], kept.corrections[pair][:3], strict=True))
@@ -61,8 +65,8 @@ def test_what_is_kept_is_found_to_the_last_bit(folder: Path) -> None:
 
 @pytest.mark.parametrize(("depth", "pairs"), [(1, 3), (2, 5), (16, 5)])
 def test_no_further_than_asked_for_and_learned(depth: int, pairs: int, folder: Path) -> None:
-    remember(folder, learned(2))
-    assert len(corrections_of(folder, spec_of(folder), depth).corrections) == pairs
+    learned(2).store(folder)
+    assert len(read(folder, depth).corrections) == pairs
 
 
 def test_without_any_it_is_said_what_to_run(folder: Path, open_model: Open) -> None:
@@ -82,15 +86,15 @@ def test_what_does_not_fit_is_refused(wrong: str, folder: Path, toy: Callable[..
     else:
         weight = torch.zeros(zoo.EXPERTS, 100) if wrong == "shape" else torch.full((zoo.EXPERTS, 128), torch.nan)
         corrections[0, 1] = corrections[0, 1]._replace(weight=weight)
-    remember(folder, replace(kept, corrections=corrections))
+    replace(kept, corrections=corrections).store(folder)
     with pytest.raises(
         ConfigError, match=r"that predict layer [12] at layer [01] are missing or do not fit this model; run smoe tune"
     ):
-        corrections_of(folder, spec_of(folder), 1)
+        read(folder, 1)
 
 
 def test_a_loaded_model_says_where_they_are_from(folder: Path, open_model: Open) -> None:
-    remember(folder, learned())
+    learned().store(folder)
     engine = open_model(folder, "half", prefetch="corrected-gates").offload
     assert engine.reasons == {"prefetch": "corrections learned on 900 tokens of mine.txt"}
     assert not open_model(folder, "half", prefetch="stacked-gates").offload.reasons

@@ -14,9 +14,10 @@ import pytest
 from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError
-from smoe.load.learned_file import path_of
-from smoe.load.next_use import TrainedNextUse, next_use_of, remember
+from smoe.load.learned_file import Subject, path_of
+from smoe.load.next_use import TrainedNextUse
 from smoe.policy.eviction.learned import FEATURES, Learned, NextUse
+from smoe.policy.registry import LEARNED
 
 
 def trained(experts: dict[int, int]) -> TrainedNextUse:
@@ -31,10 +32,14 @@ def trained(experts: dict[int, int]) -> TrainedNextUse:
         0.25, chance.normal(size=FEATURES), numbers(*vectors), numbers(layers, rank), numbers(*vectors),
         numbers(layers, width),
     )  # fmt: skip
-    return TrainedNextUse(next_use, experts, 900)
+    return TrainedNextUse(next_use, 900)
 
 
 EXPERTS = {1: 8, 2: 6}
+
+
+def read(folder: Path, experts: dict[int, int] = EXPERTS) -> TrainedNextUse:
+    return TrainedNextUse.read(LEARNED, folder, Subject(experts))
 
 
 @pytest.fixture
@@ -44,18 +49,18 @@ def folder(toy: Callable[..., Path], own_cache: None) -> Path:
 
 def test_what_was_learned_is_for_its_model(folder: Path, toy: Callable[..., Path]) -> None:
     with pytest.raises(ConfigError, match=r"no tuned values are stored for the model in .* run smoe record, then"):
-        next_use_of(folder, EXPERTS)
+        read(folder)
     kept = trained(EXPERTS)
-    path = remember(folder, kept)
-    found, why = next_use_of(folder, EXPERTS)
-    assert why == "as trained on 900 recorded steps" and found.rate == 0.25
-    assert all(np.array_equal(one, other) for one, other in zip(found, kept.next_use, strict=True))
+    path = kept.store(folder)
+    found = read(folder)
+    assert found.origin == "as trained on 900 recorded steps" and found.next_use.rate == 0.25
+    assert all(np.array_equal(one, other) for one, other in zip(found.next_use, kept.next_use, strict=True))
     with pytest.raises(ConfigError, match="to a model with other layers or experts"):
-        next_use_of(folder, {1: 8, 2: 16})
+        read(folder, {1: 8, 2: 16})
     other = toy("mixtral", seed=1)
     path.rename(path_of("next-use", other))
     with pytest.raises(ConfigError, match="made for other weights"):
-        next_use_of(other, EXPERTS)
+        read(other)
 
 
 @pytest.mark.parametrize(
@@ -64,9 +69,9 @@ def test_what_was_learned_is_for_its_model(folder: Path, toy: Callable[..., Path
 )
 def test_what_does_not_fit_is_refused(folder: Path, change: dict[str, np.ndarray]) -> None:
     kept = trained(EXPERTS)
-    remember(folder, replace(kept, next_use=kept.next_use._replace(**change)))
+    replace(kept, next_use=kept.next_use._replace(**change)).store(folder)
     with pytest.raises(ConfigError, match="to a model with other layers or experts"):
-        next_use_of(folder, EXPERTS)
+        read(folder)
 
 
 def test_a_loaded_model_has_it(
@@ -78,7 +83,7 @@ def test_a_loaded_model_has_it(
     plain = open_model(source, "half").offload
     experts = {layer: held.experts for layer, held in plain.store.layers.items()}
     kept = trained(experts)
-    remember(source, kept)
+    kept.store(source)
     engine = open_model(source, "half", eviction="learned").offload
     assert "as trained on 900" in engine.reasons["eviction"]
     assert engine.ledger.entries()["learned"] == kept.next_use.nbytes > 0

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.config import EngineConfig
-from smoe.load.gate_corrections import LearnedCorrections, remember
+from smoe.load.gate_corrections import LearnedCorrections
 from smoe.models.read_spec import read_spec
 from smoe.models.router_matrix import matrices_of
 from smoe.policy.prediction import Sight
@@ -46,7 +46,7 @@ def open_with(
     plain = open_model(folder, "half", prefetch="none")
     corrections = change(nothing_learned(folder, plain))
     plain.offload.close()
-    remember(folder, LearnedCorrections(corrections, 900, "a text"))
+    LearnedCorrections(corrections, 900, "a text").store(folder)
     return open_model(folder, "half", prefetch="corrected-gates", **switches)
 
 
@@ -182,7 +182,7 @@ def test_outputs_do_not_change_by_a_bit(family: str, toy: Toy, open_model: Open)
 def test_what_it_keeps_is_in_the_ledger(depth: int, toy: Toy, open_model: Open) -> None:
     folder = toy("gpt_oss", dtype=torch.bfloat16)
     plain = open_model(folder, "half", prefetch="none")
-    remember(folder, LearnedCorrections(nothing_learned(folder, plain), 900, "a text"))
+    LearnedCorrections(nothing_learned(folder, plain), 900, "a text").store(folder)
     model = open_model(folder, "half", prefetch="corrected-gates", prefetch_depth=depth)
     ours = predictor_of(model)
     oracle.greedy(model)

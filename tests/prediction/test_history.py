@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from smoe.errors import BudgetError, ConfigError
 from smoe.eval.tune_predictor import paths_of
-from smoe.load.fitted_predictor import remember
+from smoe.load.fitted_predictor import StoredPredictor
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.prediction import ASKED, Moment, Prediction, Predictor, Sight
 from smoe.policy.registry import EXPERT_MLP, PREDICTORS, fitted_names
@@ -215,7 +215,7 @@ def test_engine_and_simulator_hear_and_say_the_same(
     folder = toy("mixtral")
     if name in fitted_names():
         fitted = fitted_on(recorded, name)
-        remember(folder, fitted)
+        StoredPredictor(fitted).store(folder)
     model = open_model(folder, "half", prefetch=name, prefetch_asked=asked)
     predictor = model.offload.executor.prefetching.predictors[Phase.DECODE]
     engine = Listening(predictor, monkeypatch)
@@ -254,7 +254,7 @@ def test_duoserve_keeps_a_tokens_experts_and_its_bits(
     monkeypatch.setattr("smoe.prediction.expert_mlp.network.__defaults__", ((32, 16),))
     with pytest.raises(ConfigError, match="expert-mlp"):
         open_model(folder, 30, preset="duoserve", **bench)
-    remember(folder, fitted_on(recorded, EXPERT_MLP))
+    StoredPredictor(fitted_on(recorded, EXPERT_MLP)).store(folder)
     model = open_model(folder, 30, preset="duoserve", **bench)
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
     ledger, counted = model.offload.ledger, model.offload.stats()

@@ -286,7 +286,7 @@ def _policy(name: str, future: Sequence[Routing], header: TraceHeader) -> Evicti
     from smoe.policy.step import observation
 
     kind = EVICTIONS.find(name)
-    next_use = next_use_for(header) if kind.is_trained else None
+    next_use = next_use_for(header) if kind.learned else None
     return kind.of_settings(EvictionSettings(name, next_use=next_use, future=map(observation, future)))
 
 
@@ -296,12 +296,9 @@ def _predictor(name: str, header: TraceHeader) -> Predictor | None:
     from smoe.prediction.history import HistoryInputs
     from smoe.trace.paths import routed_layers
 
-    kind, fitted = PREDICTORS.find(name), None
-    if kind.is_fitted:
-        from smoe.load.fitted_predictor import fitted_of
-
-        fitted = fitted_of(_place_of(header, "prefetch", name), name)
-    return kind.make(HistoryInputs(routed_layers(header), fitted))
+    kind = PREDICTORS.find(name)
+    learned = _learned(name, kind.learned, header) if kind.is_fitted else None
+    return kind.make(HistoryInputs(routed_layers(header), learned))
 
 
 def next_use_for(header: TraceHeader) -> NextUse:
@@ -309,10 +306,18 @@ def next_use_for(header: TraceHeader) -> NextUse:
 
     Raises `ConfigError` if there are none.
     """
-    from smoe.load.next_use import next_use_of
+    found: NextUse = _learned(LEARNED, EVICTIONS.find(LEARNED).learned, header).next_use
+    return found
 
-    place = _place_of(header, "eviction", LEARNED)
-    return next_use_of(place, {layer.layer: layer.experts for layer in header.layers})[0]
+
+def _learned(name: str, place: str, header: TraceHeader) -> Any:
+    """Return the value of the class at `place` that was learned for a policy or predictor and the trace's model."""
+    from smoe.load.learned_file import LearnedValue, Subject
+    from smoe.plug_ins import attribute_at
+
+    kind: type[LearnedValue] = attribute_at(place)
+    experts = {layer.layer: layer.experts for layer in header.layers}
+    return kind.read(name, _place_of(header, kind.setting, name), Subject(experts))
 
 
 def _place_of(header: TraceHeader, setting: str, value: str) -> Path:

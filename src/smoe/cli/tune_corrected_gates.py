@@ -22,13 +22,13 @@ def tune_corrected_gates(model: str, engine: EngineOptions, text: Path | None, t
     from smoe.cli.keeping import ResultDestination
 
     import_libraries(model, engine.config())
-    from smoe.load.gate_corrections import LearnedCorrections, remember
+    from smoe.load.gate_corrections import LearnedCorrections
     from smoe.models.files import fetch
 
     keeping = ResultDestination()
     found = _learn(model, engine, text, tokens)
     result = LearnedCorrections(found.corrections, found.tokens, "the demo's stories" if text is None else text.name)
-    path = keeping.keep(lambda: remember(fetch(model, engine.revision), result))
+    path = keeping.keep(lambda: result.store(fetch(model, engine.revision)))
     if path is not None:
         note(f"the corrections are stored for --prefetch corrected-gates in {path}")
     if as_json:

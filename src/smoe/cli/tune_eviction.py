@@ -19,7 +19,6 @@ def tune_eviction(
 
     import_libraries(model, None)
     from smoe.eval import tune_eviction as tuning
-    from smoe.load.next_use import remember
     from smoe.models.files import fetch
 
     keeping = ResultDestination()
@@ -30,7 +29,7 @@ def tune_eviction(
             bars.update(task, description=what, completed=done, total=total, amount=f"{done} of {total}")
 
         found = tuning.tune_eviction(model, engine.config(), engine.revision, traces, held_out, passes, tick)
-    path = keeping.keep(lambda: remember(fetch(model, engine.revision), found.trained))
+    path = keeping.keep(lambda: found.trained.store(fetch(model, engine.revision)))
     if path is not None:
         note(f"the trained policy is stored for --eviction learned in {path}")
     if found.held_out is None:

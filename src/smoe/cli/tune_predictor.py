@@ -42,7 +42,8 @@ def tune_predictor(
     import_libraries(model, None)
     from smoe.eval import tune_predictor as tuning
     from smoe.eval.train_expert_mlp import LEAST_EPOCHS, MOST_EPOCHS
-    from smoe.load.fitted_predictor import place_of, remember
+    from smoe.load.fitted_predictor import StoredPredictor
+    from smoe.load.learned_file import path_of
     from smoe.models.files import fetch
     from smoe.models.read_spec import read_spec
     from smoe.prediction.fitted import fitted_kind
@@ -56,7 +57,7 @@ def tune_predictor(
         spec = read_spec(model, engine.config(), engine.revision)
     layers = routed_layers(spec)
     keeping, place = ResultDestination(), fetch(model, engine.revision)
-    checkpoint = place_of(place, name).with_suffix(".training") if keeping.can_keep else None
+    checkpoint = path_of(name, place).with_suffix(".training") if keeping.can_keep else None
     with _recorded(model, engine, traces, text, tokens) as recorded, progress("tune", "epochs") as bars:
         if name == EXPERT_MLP:
             note(
@@ -75,7 +76,7 @@ def tune_predictor(
             _Course(bars, task),
             lambda predictors: bars.update(judging, completed=predictors),
         )
-    path = keeping.keep(lambda: remember(place, found.fitted))
+    path = keeping.keep(lambda: StoredPredictor(found.fitted).store(place))
     if path is not None:
         note(f"the predictor is stored for --prefetch {name} in {path}")
     if not held_out:

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from smoe.errors import ConfigError, SmoeError
 from smoe.load.cache_weights import cache_weights_of
 from smoe.load.engine_parts import scoring_rules
+from smoe.load.learned import learned_by
 from smoe.load.learned_file import NotLearnedError
-from smoe.load.next_use import next_use_of
 from smoe.models.spec import LibrarySpec
 from smoe.policy.eviction.base import EvictionSettings
 from smoe.policy.registry import ONLINE_EVICTION, eviction_kind
@@ -63,9 +63,8 @@ def _settings(name: str, model: PreTrainedModel, spec: LibrarySpec) -> EvictionS
             f"`eviction={name}`",
             setting="eviction",
         )
-    if kind.is_trained:
-        next_use, _ = next_use_of(place, {site.layer: site.experts for site in spec.sites})
-        return replace(usual, next_use=next_use)
+    if kind.learned:
+        return replace(usual, next_use=learned_by(kind, name, place, spec).next_use)
     if "cache_weights" in kind.settings and usual.cache_weights is None:
         weights, _ = cache_weights_of(place)
         return replace(usual, cache_weights=weights)

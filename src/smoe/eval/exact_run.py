@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError, UnsupportedModelError
-from smoe.load.gate_corrections import corrections_of
+from smoe.load.learned import learned_by
 from smoe.models.kv_cache import RowCache
 from smoe.models.scoring import ScoringRule
 from smoe.models.spec import LibrarySpec
@@ -136,9 +136,10 @@ class RunListener(StepObserver):
         except UnsupportedModelError as error:
             self.refused["gates"] = str(error)
         try:
-            learned = corrections_of(Path(spec.config.name_or_path), spec, max(AHEAD)).corrections
-            corrected = PREDICTORS.find(CORRECTED_GATES).make(replace(subject, corrections=learned))
-            self._learned = learned
+            kind = PREDICTORS.find(CORRECTED_GATES)
+            learned = learned_by(kind, CORRECTED_GATES, Path(spec.config.name_or_path), spec, max(AHEAD))
+            corrected = kind.make(replace(subject, learned=learned))
+            self._learned = learned.corrections
         except (ConfigError, UnsupportedModelError) as error:
             self.refused["corrected gates"] = str(error)
         assert gates is None or isinstance(gates, StackedGates)

@@ -22,6 +22,7 @@ from smoe.bounds import MOST_CORRECTED_LAYERS
 from smoe.errors import ConfigError
 from smoe.generation.teacher_forcing import read_through
 from smoe.kernels.threads import threads
+from smoe.load.gate_corrections import LearnedCorrections
 from smoe.models.router_matrix import RouterMatrix, matrices_of
 from smoe.models.scoring import ScoringRule
 from smoe.models.spec import ModelSpec
@@ -124,7 +125,8 @@ def learn(
             found.setdefault(distance, []).append(pair.judged(correction, distance))
             on_fitted(1)
         last = {layer: Inputs(each.hidden[-1:], each.top_k_index[-1:]) for layer, each in observed.items()}
-        seconds = _seconds_per_layer(PredictorInputs(model, spec, engine.rules, "top-score", 1, corrections), last)
+        learned = LearnedCorrections(corrections, len(ids), "")
+        seconds = _seconds_per_layer(PredictorInputs(model, spec, engine.rules, "top-score", 1, learned), last)
     return FittedCorrections(
         corrections, tuple(_mean(found[distance]) for distance in sorted(found)), len(ids), seconds
     )

@@ -36,14 +36,13 @@ from smoe.eval.eviction_entrants import Refused, evictions_of, refused_by
 from smoe.eval.replay_times import as_waited, on_clock, times_of
 from smoe.generation.teacher_forcing import forced
 from smoe.load.engine_parts import scoring_rules
-from smoe.load.fitted_predictor import fitted_of
-from smoe.load.gate_corrections import corrections_of
+from smoe.load.learned import learned_by
 from smoe.load.predictor_name import predictor_name
 from smoe.metrics import Counters
 from smoe.models.spec import LibrarySpec
 from smoe.policy.eviction.base import EvictionSettings
 from smoe.policy.prediction import Moment, Prediction, Predictor, Sight
-from smoe.policy.registry import CORRECTED_GATES, PREDICTORS
+from smoe.policy.registry import PREDICTORS
 from smoe.policy.step import Decision
 from smoe.prediction.inputs import PredictorInputs
 from smoe.routing import Phase, Routing
@@ -202,10 +201,8 @@ def predictors_of(model: PreTrainedModel, spec: LibrarySpec) -> tuple[dict[str, 
         if not kind.can_compete:
             continue
         try:
-            fitted = fitted_of(place, name) if kind.is_fitted else None
-            corrections = corrections_of(place, spec, depth).corrections if name == CORRECTED_GATES else None
-            subject = PredictorInputs(model, spec, rules, engine.config.prefetch_what, depth, corrections, fitted)
-            predictor = kind.make(subject)
+            learned = learned_by(kind, name, place, spec, depth)
+            predictor = kind.make(PredictorInputs(model, spec, rules, engine.config.prefetch_what, depth, learned))
         except (SmoeError, KeyError, OSError) as error:
             refused[name] = refused_by(error)
             continue

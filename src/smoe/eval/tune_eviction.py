@@ -87,7 +87,7 @@ def tune_eviction(
     other_misses, other_uses = count(others)
     steps = sum(routing.phase is Phase.DECODE for trace in plain for routing in trace) // len(spec.sites)
     return EvictionTuning(
-        TrainedNextUse(next_use, {site.layer: site.experts for site in spec.sites}, steps),
+        TrainedNextUse(next_use, steps),
         ledger.cache_slots,
         ledger.resident_share,
         uses,

@@ -165,7 +165,8 @@ def _engine(resolved: Resolved, divided: Divided, parts: EngineParts, executor: 
 
 
 def _eviction(divided: Divided) -> EvictionSettings:
-    return replace(divided.config.eviction_settings, next_use=divided.learned.next_use)
+    settings, learned = divided.config.eviction_settings, divided.learned.eviction
+    return settings if learned is None else replace(settings, next_use=learned.next_use)
 
 
 def _units(parts: EngineParts) -> dict[int, ComputeUnit]:

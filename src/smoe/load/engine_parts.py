@@ -192,7 +192,7 @@ def _predictors(
     config, spec, learned = divided.config, divided.spec, divided.learned
     depth = config.prefetch_depth or DEFAULT_PREFETCH_DEPTH
     what = config.prefetch_what
-    subject = PredictorInputs(model, spec, rules, what, depth, learned.corrections, learned.fitted, draft)
+    subject = PredictorInputs(model, spec, rules, what, depth, learned.prefetch, draft)
     found: dict[Phase, Predictor] = {Phase.PREFILL: subject.next_gate}
     decode = predictor_kind(predictor_name(spec, config, device)).make(subject)
     if decode is not None and config.prefetch_asked is not None:

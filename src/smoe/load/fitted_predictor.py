@@ -2,44 +2,39 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
-from smoe.errors import UnpreparedError
-from smoe.load.learned_file import NotLearnedError, keep_learned, learned, path_of
+from smoe.load.learned_file import LearnedValue, NotLearnedError, Subject, Tensors
 from smoe.prediction.activation_path import RoutedLayer
 from smoe.prediction.fitted import Fitted
 
-FORMAT = 2
 
+@dataclass(frozen=True)
+class StoredPredictor(LearnedValue):
+    """A fitted predictor of one model."""
 
-def place_of(folder: Path, name: str) -> Path:
-    """Return the path of the file with the fitted predictor `name` for the model in `folder`."""
-    return path_of(name, folder)
+    how = "smoe tune on the model with `predictor={name}`"
 
+    fitted: Fitted
 
-def remember(folder: Path, fitted: Fitted) -> Path:
-    """Store a fitted predictor of the model in `folder` in the user's cache, atomically. Return the file's path. Raises
-    `OSError`."""
-    fields = {"predictor": fitted.name, "layers": fitted.layers, "tokens": fitted.tokens}
-    return keep_learned(fitted.name, FORMAT, folder, fitted.tensors, fields)
+    @property
+    def name(self) -> str:
+        return self.fitted.name
 
+    @property
+    def nbytes(self) -> int:
+        return self.fitted.nbytes
 
-def fitted_of(folder: Path, name: str) -> Fitted:
-    """Return the fitted predictor `name` of the model in `folder`.
+    def contents(self) -> tuple[Tensors, dict[str, Any]]:
+        of = self.fitted
+        return of.tensors, {"predictor": of.name, "layers": of.layers, "tokens": of.tokens}
 
-    Raises `ConfigError` if it is missing, damaged, of another format version, or was fitted for other weights.
-    """
-    try:
-        tensors, fields = learned(name, FORMAT, folder)
+    @classmethod
+    def of_contents(cls, name: str, tensors: Tensors, fields: dict[str, Any], subject: Subject) -> StoredPredictor:
         if fields["predictor"] != name:
             raise NotLearnedError(
-                f"{place_of(folder, name)} holds the values of the predictor {fields['predictor']}, not of {name}"
+                f"the file of {name} holds the values of the predictor {fields['predictor']}, not of {name}"
             )
-    except NotLearnedError as error:
-        raise UnpreparedError(
-            f"`prefetch={name}`: {error}; run smoe tune on the model with `predictor={name}`, once",
-            setting="prefetch",
-            given=name,
-            allowed="for models that this predictor has been fitted for",
-        ) from error
-    return Fitted(name, tuple(RoutedLayer(*layer) for layer in fields["layers"]), tensors, fields["tokens"])
+        layers = tuple(RoutedLayer(*layer) for layer in fields["layers"])
+        return cls(Fitted(name, layers, tensors, fields["tokens"]))

@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from smoe.bounds import DEFAULT_PREFETCH_DEPTH
 from smoe.config import EngineConfig
 from smoe.models.spec import ModelSpec
-from smoe.policy.eviction.learned import NextUse
-from smoe.policy.registry import CORRECTED_GATES, eviction_kind, predictor_kind
+from smoe.plug_ins import attribute_at
+from smoe.policy.eviction.base import Eviction
+from smoe.policy.prediction import PredictorKind
+from smoe.policy.registry import eviction_kind, predictor_kind
 
 if TYPE_CHECKING:
-    from smoe.prediction.correction import Correction
-    from smoe.prediction.fitted import Fitted
+    from smoe.load.learned_file import Subject
 
 
 class LearnedValues(NamedTuple):
-    """Values that `smoe tune` has learned for one model. A value is None if the settings do not need it."""
+    """The values (`LearnedValue`) that `smoe tune` has learned for one model, by the setting that needs each. A value
+    is None if the settings do not need it."""
 
-    fitted: Fitted | None = None
-    """The predictor for decode that was fitted to traces."""
-    corrections: Mapping[tuple[int, int], Correction] | None = None
-    """The corrections of routers for the predictor `corrected-gates`, by (layer of the input, predicted layer)."""
-    next_use: NextUse | None = None
-    """The estimates of each expert's next use, for the eviction policy `learned`."""
+    prefetch: Any = None
+    eviction: Any = None
 
     @property
     def nbytes(self) -> int:
         """The size in bytes of the learned values. Router corrections are not included, because the memory budget
         counts them with their predictor."""
-        return sum(each.nbytes for each in (self.fitted, self.next_use) if each is not None)
+        return sum(each.nbytes for each in self if each is not None)
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Texts that say where values come from, by setting."""
+        return {setting: each.origin for setting, each in self._asdict().items() if each is not None and each.origin}
 
 
 def expected_bytes(config: EngineConfig, spec: ModelSpec) -> int:
@@ -39,15 +42,27 @@ def expected_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     return predictor_kind(config.prefetch).bytes_to_fit(spec)
 
 
-def learned_of(config: EngineConfig, place: Path, spec: ModelSpec) -> tuple[LearnedValues, dict[str, str]]:
-    """Return the learned values for the model in `place`, and for each a text that says where it comes from, by
-    setting.
+def learned_of(config: EngineConfig, place: Path, spec: ModelSpec) -> LearnedValues:
+    """Return the learned values that the settings need, for the model in `place`. Raises `ConfigError` if one has not
+    been learned for these weights."""
+    depth = config.prefetch_depth or DEFAULT_PREFETCH_DEPTH
+    kinds = {"prefetch": predictor_kind(config.prefetch), "eviction": eviction_kind(config.eviction)}
+    return LearnedValues(
+        **{setting: learned_by(kind, getattr(config, setting), place, spec, depth) for setting, kind in kinds.items()}
+    )
 
-    Raises `ConfigError` if a required value has not been learned for these weights.
-    """
-    is_learned = predictor_kind(config.prefetch).is_fitted or config.prefetch == CORRECTED_GATES
-    if not is_learned and not eviction_kind(config.eviction).is_trained:
-        return LearnedValues(), {}
-    from smoe.load.learned_tensors import read_learned  # requires torch
 
-    return read_learned(config, place, spec)
+def learned_by(
+    kind: type[PredictorKind] | type[Eviction], name: str, place: Path, spec: ModelSpec, depth: int = 1
+) -> Any:
+    """Return the learned value that a policy or predictor of this class and name needs; None if it needs none. Raises
+    `ConfigError` as `learned_of` does."""
+    return attribute_at(kind.learned).read(name, place, subject_of(spec, depth)) if kind.learned else None
+
+
+def subject_of(spec: ModelSpec, depth: int) -> Subject:
+    """Return what a learned value must fit, for predictions at most `depth` layers ahead."""
+    from smoe.load.learned_file import Subject  # requires torch
+
+    hidden_size = int(spec.config.get_text_config().hidden_size)
+    return Subject({site.layer: site.experts for site in spec.sites}, hidden_size, depth)

@@ -1,7 +1,9 @@
-"""Files of learned values in the user's cache. Each is a safetensors file with tensors that are valid for one model
-only.
+"""Learned values: tuned values that contain tensors and are valid for one model's weights only, in the user's cache.
 
-The file's metadata have one entry, "smoe", with a JSON object: the format version, the checksum of the model's weights,
+    learned/MODEL-KIND.safetensors      a policy or predictor declares the class of the value that it needs
+
+
+A file's metadata have one entry, "smoe", with a JSON object: the format version, the checksum of the model's weights,
 that of the tensors, and further fields. A file that is incomplete, for other weights, or of another version is refused
 with the reason, because using only some values would lose quality without a message.
 """
@@ -11,14 +13,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from smoe.errors import ConfigError, UnpreparedError
 from smoe.models.weight_samples import checksum
 from smoe.user_cache import of_model
 from smoe.whole_file import whole_file
@@ -26,11 +30,81 @@ from smoe.whole_file import whole_file
 _METADATA = "smoe"
 
 Tensors = Mapping[str, torch.Tensor]
+L = TypeVar("L", bound="LearnedValue")
 
 
 class NotLearnedError(Exception):
     """Raised if no learned values exist for a model's weights. The text is the reason; the caller adds what the user
     should do."""
+
+
+class Subject(NamedTuple):
+    """The model that a learned value must fit."""
+
+    experts: Mapping[int, int]
+    """The number of experts in each MoE layer, by layer."""
+    hidden_size: int = 0
+    depth: int = 1
+    """The largest number of layers ahead that are predicted."""
+
+
+class LearnedValue(ABC):
+    """The base class of learned values. Subclasses are frozen dataclasses."""
+
+    setting: ClassVar[str] = "prefetch"
+    """The setting that names the policy or predictor."""
+    kind: ClassVar[str] = ""
+    """The kind in the names of files; empty: the name of the policy or predictor."""
+    version: ClassVar[int] = 2
+    how: ClassVar[str]
+    """The command that learns the value of the predictor `{name}`."""
+    error: ClassVar[type[ConfigError]] = UnpreparedError
+    """The error if there is no value. For an `UnpreparedError`, the command line prints what to type first."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The policy or predictor that needs the value."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of memory that the value takes, if nothing else counts them."""
+        return 0
+
+    @property
+    def origin(self) -> str:
+        """A text that says where the value comes from, for reports; empty if it is obvious."""
+        return ""
+
+    @abstractmethod
+    def contents(self) -> tuple[Tensors, dict[str, Any]]:
+        """Return the tensors and JSON fields to store."""
+
+    @classmethod
+    @abstractmethod
+    def of_contents(cls, name: str, tensors: Tensors, fields: dict[str, Any], subject: Subject) -> LearnedValue:
+        """Return the value that a file contains. Raise `NotLearnedError` if it does not fit the model."""
+
+    def store(self, folder: Path) -> Path:
+        """Store the value for the model in `folder`, atomically. Return the file's path. Raises `OSError`."""
+        return keep_learned(self.kind or self.name, self.version, folder, *self.contents())
+
+    @classmethod
+    def read(cls: type[L], name: str, folder: Path, subject: Subject) -> L:
+        """Return the value that was learned for the model in `folder` and the policy or predictor `name`.
+
+        Raises `ConfigError` if the value is missing, damaged, of another format version, or for other weights.
+        """
+        try:
+            tensors, fields = learned(cls.kind or name, cls.version, folder)
+            return cast("L", cls.of_contents(name, tensors, fields, subject))
+        except NotLearnedError as error:
+            raise cls.error(
+                f"`{cls.setting}={name}`: {error}; run {cls.how.format(name=name)}, once",
+                setting=cls.setting,
+                given=name,
+                allowed="for models for which smoe tune has learned it",
+            ) from error
 
 
 def path_of(kind: str, folder: Path) -> Path:

@@ -160,10 +160,11 @@ def with_winners(
     value that the user requests by name has not been learned, and `BudgetError` if the budget is too small.
     """
     try:
-        decided = Decided(config, *learned_of(config, place, spec))
+        learned = learned_of(config, place, spec)
     except UnpreparedError:
         share_of(expected_bytes(config, spec))  # refuses a budget that is too small, before the user fits the predictor
         raise
+    decided = Decided(config, learned, learned.reasons)
     held = winners_of(place, where(config, device))
     asked = {setting: found for setting, found in held.items() if getattr(config, setting) == "auto"}
     share = share_of(decided.learned.nbytes) if asked else 0.0
@@ -185,12 +186,13 @@ def _decided_by(decided: Decided, setting: str, winner: Winner, place: Path, spe
         changed["prefetch_trial"] = True
     with_it = replace(decided.config, **changed)
     try:
-        learned, reasons = learned_of(with_it, place, spec)
+        learned = learned_of(with_it, place, spec)
     except ConfigError as error:
         _log.warning("`%s=auto`: %s won the tournament, but is not used: %s", setting, winner.name, error)
         return decided
-    because = f"{winner}; {reasons[setting]}" if setting in reasons else str(winner)
-    return Decided(with_it, learned, decided.reasons | reasons | {setting: because})
+    reasons = decided.reasons | learned.reasons
+    because = f"{winner}; {learned.reasons[setting]}" if setting in learned.reasons else str(winner)
+    return Decided(with_it, learned, reasons | {setting: because})
 
 
 def _too_far(setting: str, nearest: Winner, share: float) -> str:

@@ -106,6 +106,8 @@ class PredictorKind:
     the routers' choices, so that any thread can run them."""
     is_fitted: ClassVar[bool] = False
     """Whether the predictor must first be fitted on traces of the model (`prediction/fitted.py`)."""
+    learned: ClassVar[str] = ""
+    """MODULE:CLASS of the value (`load/learned_file.py`) that must be learned for the model before; empty: none."""
     has_weights: ClassVar[bool] = False
     """Whether the predictor has weights whose size the model's files do not determine."""
     names_whole_layers: ClassVar[bool] = False

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,7 +24,6 @@ from smoe.routing import Phase, Routing
 if TYPE_CHECKING:
     import torch
 
-    from smoe.prediction.fitted import Fitted
     from smoe.prediction.inputs import PredictorInputs
 
 
@@ -33,7 +32,8 @@ class HistoryInputs(NamedTuple):
     the fields are those of `PredictorInputs`."""
 
     routed_layers: tuple[RoutedLayer, ...]
-    fitted: Fitted | None = None
+    learned: Any = None
+    """The fitted predictor as it is stored for the model, if the predictor must be fitted."""
 
 
 class FromHistory(Predictor):
@@ -95,6 +95,7 @@ class FittedPredictor(FromHistory):
     """A predictor whose parameters are computed from recorded paths (`smoe tune --predictor`)."""
 
     is_fitted = True
+    learned = "smoe.load.fitted_predictor:StoredPredictor"
 
     @classmethod
     @abstractmethod
@@ -109,8 +110,8 @@ class FittedPredictor(FromHistory):
 
     @classmethod
     def make(cls, inputs: PredictorInputs | HistoryInputs) -> FromHistory:
-        assert inputs.fitted is not None, "read before the budget is divided"
-        return inputs.fitted.predictor()
+        assert inputs.learned is not None, "read before the budget is divided"
+        return inputs.learned.fitted.predictor()
 
 
 def best_first(scores: np.ndarray, top_k: int) -> list[int]:

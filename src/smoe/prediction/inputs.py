@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -12,8 +13,6 @@ from smoe.models.scoring import ScoringRule
 from smoe.models.spec import ModelSpec
 from smoe.policy.prediction import Predictor
 from smoe.prediction.activation_path import RoutedLayer
-from smoe.prediction.correction import Correction
-from smoe.prediction.fitted import Fitted
 from smoe.prediction.next_gate import NextGate
 from smoe.prediction.ranking import Ranking
 
@@ -35,11 +34,8 @@ class PredictorInputs:
     """Which of the predicted experts are worth a load (`policy.registry.PREFETCH_WHAT`)."""
     depth: int
     """The largest number of layers ahead that a predictor predicts."""
-    corrections: Mapping[tuple[int, int], Correction] | None = None
-    """The corrections of the predictor `corrected-gates`, by (current layer, predicted layer); None if none were
-    learned."""
-    fitted: Fitted | None = None
-    """The fitted predictor, if one is selected."""
+    learned: Any = None
+    """The value of the class that the predictor declares in `learned`; None if it was not learned."""
     draft: Predictor | None = None
     """The predictor that follows a draft model, if one is selected."""
 

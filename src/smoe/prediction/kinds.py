@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from smoe.bounds import DEFAULT_PREFETCH_DEPTH
-from smoe.errors import ConfigError
 from smoe.policy.prediction import Moment, Predictor, PredictorKind
-from smoe.policy.registry import CORRECTED_GATES
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +68,7 @@ class StackedGatesKind(PredictorKind):
 class CorrectedGatesKind(PredictorKind):
     """The description of the predictor `corrected-gates` (`corrected_gates.py`)."""
 
+    learned = "smoe.load.gate_corrections:LearnedCorrections"
     needs_scores = True
     settings = ("prefetch_depth",)
     usual_recall = 0.88
@@ -80,20 +79,12 @@ class CorrectedGatesKind(PredictorKind):
 
     @classmethod
     def make(cls, inputs: PredictorInputs) -> Predictor:
-        """Return a new predictor. Raise `ConfigError` if no corrections were learned; loading a model checks that
-        earlier."""
         from smoe.prediction.corrected_gates import CorrectedGates
 
-        if inputs.corrections is None:
-            raise ConfigError(
-                f"`prefetch={CORRECTED_GATES}`: no corrections of the routers were learned or given; run smoe tune "
-                f"on the model with `predictor={CORRECTED_GATES}`, once",
-                setting="prefetch",
-                given=CORRECTED_GATES,
-                allowed="for a model whose corrections have been learned",
-            )
+        assert inputs.learned is not None, "read before the budget is divided"
         device, dtype = next(inputs.model.parameters()).device, inputs.spec.dtype.torch
-        corrections = {layers: correction.to(device, dtype) for layers, correction in inputs.corrections.items()}
+        learned = inputs.learned.corrections
+        corrections = {layers: correction.to(device, dtype) for layers, correction in learned.items()}
         return CorrectedGates(inputs.spec.sites, corrections, inputs.ranking, inputs.depth)
 
 
@@ -116,6 +107,7 @@ class ExpertMLPKind(PredictorKind):
 
     settings = ("prefetch_asked",)
     is_fitted = True
+    learned = "smoe.load.fitted_predictor:StoredPredictor"
     has_weights = True
     usual_recall = 0.65
 
@@ -128,8 +120,8 @@ class ExpertMLPKind(PredictorKind):
 
     @classmethod
     def make(cls, inputs: PredictorInputs | HistoryInputs) -> Predictor:
-        assert inputs.fitted is not None, "read before the budget is divided"
-        return inputs.fitted.predictor()
+        assert inputs.learned is not None, "read before the budget is divided"
+        return inputs.learned.fitted.predictor()
 
     @classmethod
     def of_fit(cls, layers: Sequence[RoutedLayer], tensors: Mapping[str, torch.Tensor]) -> FromHistory:

@@ -102,7 +102,7 @@ def _skew_shown(engine: Engine, decode: Counters, prompt_tokens: int) -> float |
     """Return how unevenly the routing uses experts. None if the chosen or resident experts did not depend on the
     routers alone."""
     config, ledger, of_layers = engine.config, engine.ledger, engine.store.layers
-    if config.alpha > 0 or config.has_low or config.prices_answers or eviction_kind(config.eviction).is_trained:
+    if config.alpha > 0 or config.has_low or config.prices_answers or eviction_kind(config.eviction).learned:
         return None
     layers = min(len(of_layers), MOST_LAYERS)
     experts = max(layer.experts for layer in of_layers.values())

@@ -209,9 +209,7 @@ class Subject:
         """Return the settings with a value in place of every `auto`, and messages about missing measurements. Without
         measured quality costs, misses are resolved exactly."""
         place, config = self.checkpoint.place, self.config
-        if eviction_kind(
-            config.eviction
-        ).is_trained:  # learned parameters are for all layers, but only some are simulated
+        if eviction_kind(config.eviction).learned:  # learned parameters are for all layers, but only some are simulated
             config = replace(config, eviction="auto")
         try:
             return known_of(config, place, ledger.resident_share), []

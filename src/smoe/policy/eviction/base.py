@@ -53,8 +53,8 @@ class Eviction(ABC):
     """Whether the ranking depends only on the routers' choices, not on the order of loads."""
     settings: ClassVar[tuple[str, ...]] = ()
     """The names of the fields of `EvictionSettings` that the policy uses, other than `name` and `pools`."""
-    is_trained: ClassVar[bool] = False
-    """Whether the policy needs `next_use`, which must first be trained for the model."""
+    learned: ClassVar[str] = ""
+    """MODULE:CLASS of the value (`load/learned_file.py`) that must be learned for the model before; empty: none."""
     only_replayed: ClassVar[str] = ""
     """Why the policy can be used in replays only, as in "needs the future"; empty if it can serve live requests."""
 

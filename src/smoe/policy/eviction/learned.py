@@ -115,7 +115,7 @@ class Learned(Ranked):
 
     name = "learned"
     is_orderless = True
-    is_trained = True
+    learned = "smoe.load.next_use:TrainedNextUse"
     settings = ("next_use",)
 
     def __init__(self, next_use: NextUse | None = None) -> None:
