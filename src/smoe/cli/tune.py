@@ -232,7 +232,7 @@ def _tune(
         ids = ids[: offload.context_tokens]
         keeping = ResultDestination()
         tuning = _measure(ready, model, ids)
-        path = keeping.keep(lambda: store(tuning))
+        path = keeping.keep(lambda: tuning.store(tuning.circumstances))
         if path is not None:
             note(f"the measured times are stored for smoe generate --tpot in {path}")
         if not as_json:

@@ -22,6 +22,7 @@ from smoe.bounds import EMULATED
 from smoe.errors import ConfigError
 from smoe.eval.questions import Tick
 from smoe.generation.teacher_forcing import forced
+from smoe.load.tuned import TunedValue
 from smoe.metrics import Counters
 from smoe.policy.trial import TURN, TURNS
 from smoe.policy.tuning import (
@@ -36,7 +37,7 @@ from smoe.policy.tuning import (
 )
 from smoe.runtime.engine import Engine
 from smoe.units import format_bytes, format_bytes_rate, format_seconds
-from smoe.user_cache import cache_folder, keep
+from smoe.user_cache import cache_folder
 
 _ROUNDS = 3
 _WARM_TOKENS = TURNS * TURN + 8
@@ -48,12 +49,15 @@ _TOLERANCE = 0.1
 _FIRST_TOKENS = 3
 """The number of tokens after the start with an empty cache by which the disk is measured: nearly all of their experts
 are read."""
-_FORMAT = 3
 
 
 @dataclass(frozen=True)
-class Tuning:
-    """The times per token that were measured for each alpha, for one model and memory budget on this machine."""
+class Tuning(TunedValue):
+    """The times per token that were measured for each alpha, for one model and memory budget on this machine. They are
+    stored by these circumstances."""
+
+    kind = "tuned"
+    version = 3
 
     circumstances: dict[str, Any]
     alphas: list[float]
@@ -61,6 +65,17 @@ class Tuning:
     """[rounds][alphas] the measured times."""
     bytes_per_second: float | None
     """The read rate to which all times are converted; None if they do not depend on it."""
+
+    @classmethod
+    def of_fields(cls, fields: dict[str, Any]) -> Tuning:
+        rounds = [[Timing(**timing) for timing in timings] for timings in fields.pop("rounds")]
+        return cls(rounds=rounds, **fields)
+
+    @classmethod
+    def path_of(cls, place: dict[str, Any]) -> Path:
+        """Return the path of the file for the circumstances `place`."""
+        key = hashlib.sha256(json.dumps(place, sort_keys=True).encode()).hexdigest()[:16]
+        return cache_folder() / cls.kind / f"{key}.json"
 
     @property
     def seconds(self) -> list[list[float]]:
@@ -292,20 +307,10 @@ def turn_tokens() -> int:
     return _WARM_TOKENS + _TIMED_TOKENS
 
 
-def store(tuning: Tuning) -> Path:
-    """Store the measured times for `generate --tpot`. Return the file's path. Raise `OSError` if the file cannot be
-    written."""
-    return keep(_path(tuning.circumstances), {"format": _FORMAT} | asdict(tuning))
-
-
 def recall(circumstances: dict[str, Any]) -> Tuning:
     """Return the stored times that were measured in these circumstances. Raise `ConfigError` if there are none."""
-    path = _path(circumstances)
-    try:
-        stored = json.loads(path.read_text(encoding="utf8"))
-    except (OSError, ValueError):
-        stored = {}
-    if stored.get("format") != _FORMAT or stored.get("circumstances") != circumstances:
+    found = Tuning.measured(circumstances)
+    if found is None or found.circumstances != circumstances:
         model, memory = circumstances["model"], format_bytes(circumstances["memory_budget_bytes"])
         raise ConfigError(
             f"the time per token of {model} in {memory} with a context of {circumstances['context_tokens']} tokens has "
@@ -313,8 +318,7 @@ def recall(circumstances: dict[str, Any]) -> Tuning:
             setting="tpot",
             allowed="only for what smoe tune has measured",
         )
-    rounds = [[Timing(**timing) for timing in timings] for timings in stored["rounds"]]
-    return Tuning(circumstances, stored["alphas"], rounds, stored["bytes_per_second"])
+    return found
 
 
 def circumstances_of(model: str, engine: Engine) -> dict[str, Any]:
@@ -335,8 +339,3 @@ def circumstances_of(model: str, engine: Engine) -> dict[str, Any]:
         "prefetch": config.prefetch,
         "substitutes": config.substitutes,
     }
-
-
-def _path(circumstances: dict[str, Any]) -> Path:
-    key = hashlib.sha256(json.dumps(circumstances, sort_keys=True).encode()).hexdigest()[:16]
-    return cache_folder() / "tuned" / f"{key}.json"

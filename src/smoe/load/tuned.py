@@ -38,18 +38,23 @@ class TunedValue:
         return asdict(self)  # type: ignore[call-overload,no-any-return]  # its subclasses are dataclasses
 
     def as_json(self) -> dict[str, Any]:
-        """Return the content of the file for this value as a JSON object."""
+        """Return the tuned value as a JSON object for programs."""
         return {"format": self.version} | self.fields()
 
-    def store(self, folder: Path) -> Path:
-        """Store the tuned value for the model in `folder` in the user's cache, atomically. Return the file's path.
-        Raises `OSError`."""
-        return keep(of_model(self.kind, folder), self.as_json())
+    @classmethod
+    def path_of(cls, place: Any) -> Path:
+        """Return the path of the file in the user's cache for the model in the folder `place`."""
+        return of_model(cls.kind, place)
+
+    def store(self, place: Any) -> Path:
+        """Store the tuned value for the model in the folder `place` in the user's cache, atomically. Return the file's
+        path. Raises `OSError`."""
+        return keep(self.path_of(place), {"format": self.version} | self.fields())
 
     @classmethod
-    def measured(cls: type[V], folder: Path) -> V | None:
-        """Return the tuned value that this user has measured for the model in `folder`, or None."""
-        return cls._read(of_model(cls.kind, folder))
+    def measured(cls: type[V], place: Any) -> V | None:
+        """Return the tuned value that this user has measured for the model in the folder `place`, or None."""
+        return cls._read(cls.path_of(place))
 
     @classmethod
     def delivered(cls: type[V], folder: Path) -> V | None:

@@ -22,15 +22,14 @@ from smoe.load.importance_profile import thresholds_by
 from smoe.load.learned import LearnedValues, expected_bytes, learned_of
 from smoe.load.priced_alpha import threshold_of
 from smoe.load.priced_answers import prices_of
+from smoe.load.tuned import TunedValue
 from smoe.machine.device import AnyDevice, gpu_name
 from smoe.machine.measure import describe_machine
 from smoe.memory.emulation import read_profile
 from smoe.models.spec import ModelSpec
 from smoe.policy.prices import PriceTable
 from smoe.policy.registry import ONLINE_EVICTION, PREFETCH, eviction_kind
-from smoe.user_cache import keep, of_model, read_stored
 
-_FORMAT = 3
 NEAR = 1 / 3
 """The largest relative distance between the current resident share and that of a winner's tournament."""
 _log = logging.getLogger(__name__)
@@ -61,19 +60,69 @@ class Winner:
             f"{1e3 * self.seconds:.1f} ms a token ({self.second} {1e3 * self.second_seconds:.1f})"
         )
 
+    @property
+    def place(self) -> tuple[str, str]:
+        """The machine and the resident share. Only the latest winner for each such pair is stored."""
+        return self.machine, f"{self.resident_share:.0%}"
+
     def distance(self, resident_share: float) -> float:
         """Return the relative distance of a resident share from that of the tournament."""
         return abs(resident_share / self.resident_share - 1)
 
 
+@dataclass(frozen=True)
+class Winners(TunedValue):
+    """The winners of a model's tournaments: for each setting, the latest one of each machine and resident share."""
+
+    kind = "winners"
+    version = 3
+
+    by_setting: dict[str, list[Winner]]
+
+    @classmethod
+    def of_fields(cls, fields: dict[str, Any]) -> Winners:
+        """Return the stored winners. Entries that this version cannot read are left out."""
+        return cls({setting: _winners(setting, fields.get(setting)) for setting in CHOICES})
+
+    def fields(self) -> dict[str, Any]:
+        return {setting: [vars(winner) for winner in found] for setting, found in self.by_setting.items() if found}
+
+    @classmethod
+    def of_model(cls, folder: Path) -> Winners:
+        """Return the winners of the model in `folder`. If the file has another format version, log a warning and return
+        none."""
+        found, path = cls.measured(folder), cls.path_of(folder)
+        if found is None and path.exists():
+            _log.warning(
+                "the stored tournament result %s is damaged or from another version of smoe, and is not used: run smoe "
+                "tune for this model again",
+                path,
+            )
+        return found or cls({})
+
+    def of(self, setting: str) -> list[Winner]:
+        """Return the winners of one setting."""
+        return self.by_setting.get(setting, [])
+
+
+def _winners(setting: str, entries: Any) -> list[Winner]:
+    """Return the stored winners of one setting that can be read."""
+    found = []
+    for entry in entries if isinstance(entries, list) else ():
+        try:
+            winner = Winner(**entry)
+            if winner.name in CHOICES[setting] and winner.resident_share > 0:
+                found.append(winner)
+        except TypeError:
+            continue
+    return found
+
+
 def winners_of(folder: Path, machine: str) -> dict[str, list[Winner]]:
     """Return the winners of all tournaments of the model in `folder` on this machine, by setting."""
-    stored = _stored(of_model("winners", folder))
-    by_setting = {setting: _winners(stored, setting) for setting in CHOICES}
-    of_machine = {
-        setting: [winner for winner in found if winner.machine == machine] for setting, found in by_setting.items()
-    }
-    return {setting: found for setting, found in of_machine.items() if found}
+    stored = Winners.of_model(folder)
+    found = {setting: [winner for winner in stored.of(setting) if winner.machine == machine] for setting in CHOICES}
+    return {setting: winners for setting, winners in found.items() if winners}
 
 
 def remember(folder: Path, setting: str, winner: Winner) -> Path:
@@ -82,61 +131,20 @@ def remember(folder: Path, setting: str, winner: Winner) -> Path:
 
     Returns the file's path. Raises `OSError`.
     """
-    path = of_model("winners", folder)
-    stored = _stored(path)
-    others = [each for each in _entries(stored, setting) if _place(each) != _place(vars(winner))]
-    return keep(path, {"format": _FORMAT} | stored | {setting: [*others, vars(winner)]})
+    stored = Winners.of_model(folder)
+    others = [each for each in stored.of(setting) if each.place != winner.place]
+    return Winners(stored.by_setting | {setting: [*others, winner]}).store(folder)
 
 
 def forget(folder: Path, settings: Sequence[str]) -> dict[str, list[Winner]]:
     """Delete the winners of `settings` for all machines and resident shares, and return them. Raises `OSError`."""
-    path = of_model("winners", folder)
-    stored = _stored(path)
-    left = {setting: stored[setting] for setting in stored if setting not in settings}
-    if left:
-        keep(path, {"format": _FORMAT} | left)
+    stored = Winners.of_model(folder)
+    left = Winners({setting: found for setting, found in stored.by_setting.items() if setting not in settings})
+    if any(left.by_setting.values()):
+        left.store(folder)
     else:
-        path.unlink(missing_ok=True)
-    return {setting: _winners(stored, setting) for setting in settings}
-
-
-def _stored(path: Path) -> dict[str, Any]:
-    """Return the contents of a file of tournament winners. If the file has another format version, log a warning and
-    return an empty dictionary."""
-    stored = read_stored(path, _FORMAT)
-    if stored is None and path.exists():
-        _log.warning(
-            "the stored tournament result %s is damaged or from another version of smoe, and is not used: run smoe "
-            "tune for this model again",
-            path,
-        )
-    return stored or {}
-
-
-def _winners(stored: dict[str, Any], setting: str) -> list[Winner]:
-    """Return the stored winners of one setting. Entries that this version cannot read are left out."""
-    found = []
-    for each in _entries(stored, setting):
-        try:
-            winner = Winner(**each)
-            if winner.name in CHOICES[setting] and winner.resident_share > 0:
-                found.append(winner)
-        except TypeError:
-            continue
-    return found
-
-
-def _entries(stored: dict[str, Any], setting: str) -> list[dict[str, Any]]:
-    """Return the entries for one setting in the contents of a file of tournament winners."""
-    found = stored.get(setting)
-    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
-
-
-def _place(entry: dict[str, Any]) -> tuple[Any, str]:
-    """Return the machine and the resident share of a stored winner. Only the latest winner for each such pair is
-    stored."""
-    share = entry.get("resident_share")
-    return entry.get("machine"), f"{share:.0%}" if isinstance(share, float) else ""
+        left.path_of(folder).unlink(missing_ok=True)
+    return {setting: stored.of(setting) for setting in settings}
 
 
 class Decided(NamedTuple):
