@@ -129,6 +129,11 @@ def _is_idle(setting: str, owner: str, value: Any) -> bool:
     return is_owned and not belongs_to(setting, value)
 
 
+def exact(config: EngineConfig) -> EngineConfig:
+    """Return the configuration without low-precision copies and substitution."""
+    return replace(without_low_copies(config), alpha=0.0, alpha_as_priced=False)
+
+
 def without_low_copies(config: EngineConfig) -> EngineConfig:
     """Return the configuration without low-precision copies."""
     return replace(config, **{name: getattr(EngineConfig, name) for name in LOW_COPIES})

@@ -80,10 +80,11 @@ def test_traces_of_another_model_and_of_few_tokens_are_refused(run, checkpoint, 
 def test_how_long_training_takes_is_said_before_and_after_its_first_pass(capsys):
     from smoe.cli.console import progress
     from smoe.cli.tune_predictor import _Course
+    from smoe.policy.prediction import Epochs
 
     with progress("tune", "epochs") as bars:
         task = bars.add_task("training", total=45, amount="")
-        course = _Course(bars, task)
+        course = _Course(bars, task, Epochs(15, 45))
         for epochs in (3, 4, 5):  # an interrupted one goes on
             course(epochs)
         assert bars.tasks[0].completed == 5 and bars.tasks[0].fields["skipped"] == 3

@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
 from typing import Any, TextIO
@@ -70,6 +70,18 @@ def errors() -> Console:
 def output() -> Console:
     """Return a console on stdout, for tables that are a command's result."""
     return Console(highlight=False)
+
+
+def print_rows(heads: Sequence[str], rows: Iterable[Sequence[str]], left: int = 0) -> None:
+    """Print a table on stdout. The first `left` columns are aligned to the left, the others to the right."""
+    from rich.table import Table
+
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for place, head in enumerate(heads):
+        table.add_column(head, justify="left" if place < left else "right")
+    for row in rows:
+        table.add_row(*row)
+    output().print(table)
 
 
 def print_json(value: Any) -> None:

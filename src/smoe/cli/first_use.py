@@ -11,7 +11,7 @@ from typing import NamedTuple
 from smoe.cli.cluster import DEFAULT_NAME
 from smoe.cli.typed_value import typed_value
 from smoe.errors import UnpreparedError
-from smoe.policy.registry import EXPERT_MLP
+from smoe.policy.registry import predictor_kind
 from smoe.presets import PRESETS
 
 TRIED_TOKENS = 100
@@ -48,7 +48,7 @@ def _preparation(error: UnpreparedError) -> Preparation:
     if error.setting in ("max_perplexity_increase", "tpot_seconds"):
         low = typed_value(["--low-precision"]) or _of_preset("low_precision")
         return Preparation((f"smoe tune MODEL --prices{'' if low is None else f' --low-precision {low}'}",))
-    tokens = f" --tokens {TRIED_TOKENS}" if error.given == EXPERT_MLP else ""
+    tokens = f" --tokens {TRIED_TOKENS}" if predictor_kind(str(error.given)).trained_by else ""
     return Preparation((f"smoe tune MODEL --predictor {error.given}{tokens}",))
 
 

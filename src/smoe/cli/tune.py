@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from smoe.cli.answer_prices import price_answers
 from smoe.cli.libraries import import_libraries, token_ids
+from smoe.cli.measured import Measured, report
 from smoe.cli.options import Debug, EngineOptions, Json, Model, perplexity_share, substituting
-from smoe.cli.tune_cache import STEPS, tune_cache
-from smoe.cli.tune_corrected_gates import TOKENS as LEARNED_TOKENS
+from smoe.cli.tune_cache import tune_cache, tune_eviction
 from smoe.cli.tune_corrected_gates import tune_corrected_gates
-from smoe.cli.tune_eviction import tune_eviction
 from smoe.cli.tune_options import TuneOptions
-from smoe.cli.tune_policies import TOKENS as TOURNAMENT_TOKENS
 from smoe.cli.tune_policies import forget_winners, tune_policies
 from smoe.cli.tune_predictor import tune_predictor
-from smoe.cli.tune_shares import TOKENS, tune_shares
-from smoe.errors import ConfigError
-from smoe.policy.registry import CORRECTED_GATES, EXPERT_MLP, LEARNED
+from smoe.cli.tune_shares import tune_shares
+from smoe.policy.registry import CORRECTED_GATES, LEARNED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -117,74 +116,25 @@ def command(
     where about as many experts are resident (within a third). With both, predictors are compared with the eviction that
     won. --forget deletes stored results.
     """
-    _measure_what_is_asked(model, engine, tuned, json)
+    name = tuned.measurement(engine)
+    special = {"cache": engine.eviction, "predictor": tuned.predictor}.get(name)
+    run = _MEASUREMENTS.get(f"{name} {special}", _MEASUREMENTS[name])
+    run(model, engine, tuned, json)
 
 
-def _measure_what_is_asked(model: str, engine: EngineOptions, tuned: TuneOptions, json: bool) -> None:
-    measurement = tuned.measurement(engine)
-    increase = engine.max_perplexity_increase
+def _price(model: str, engine: EngineOptions, tuned: TuneOptions) -> Measured:
+    """Measure the quality cost of several alphas, and choose the largest within the bound."""
+    assert engine.max_perplexity_increase is not None
+    allowed = perplexity_share(engine.max_perplexity_increase)
     engine = replace(engine, max_perplexity_increase=None)  # the option chooses alpha here
-    if measurement == "forget":
-        forget_winners(model, engine, json)
-    elif measurement == "prices":
-        from smoe.cli.answer_prices import price_answers
-
-        price_answers(model, engine, tuned.text, tuned.tokens, json)
-    elif measurement == "cache" and engine.eviction == LEARNED:
-        tune_eviction(model, engine, tuned.cache or [], tuned.held_out or [], tuned.tokens, json)
-    elif measurement == "cache":
-        tune_cache(model, engine, tuned.cache or [], tuned.held_out or [], tuned.tokens or STEPS, json)
-    elif measurement == "shares":
-        assert tuned.shares is not None
-        tune_shares(model, engine, tuned.shares, tuned.text, tuned.trace or [], tuned.tokens or TOKENS, json)
-    elif measurement == "predictor" and tuned.predictor == CORRECTED_GATES:
-        for name, of in (("trace", tuned.trace), ("held_out", tuned.held_out)):
-            if of:
-                raise ConfigError.idle(
-                    name, str(of[0]), f"`predictor={EXPERT_MLP}`, or another that is fitted on traces"
-                )
-        tune_corrected_gates(model, engine, tuned.text, tuned.tokens or LEARNED_TOKENS, json)
-    elif measurement == "predictor":
-        assert tuned.predictor is not None
-        traces, held_out = tuned.trace or [], tuned.held_out or []
-        tune_predictor(model, engine, tuned.predictor, traces, tuned.text, held_out, tuned.tokens, json)
-    elif measurement == "max_perplexity_increase":
-        assert increase is not None
-        allowed = perplexity_share(increase)
-        _price(model, engine, tuned.text, tuned.tokens or _PRICED_TOKENS, tuned.out, allowed, json)
-    elif measurement in ("prefetch", "eviction"):
-        tune_policies(model, engine, tuned.text, tuned.tokens or TOURNAMENT_TOKENS, json)
-    else:
-        _time(model, engine, tuned, json)
-
-
-def _time(model: str, engine: EngineOptions, tuned: TuneOptions, as_json: bool) -> None:
-    from smoe.units import parse_seconds
-
-    budget = parse_seconds(tuned.tpot, "tpot") if tuned.tpot is not None else None
-    try:
-        _tune(model, substituting(engine), engine.revision, tuned.text, budget, as_json)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("nothing was stored") from None
-
-
-def _price(
-    model: str, engine: EngineOptions, text: Path | None, tokens: int, out: Path | None, allowed: float, as_json: bool
-) -> None:
-    """Measure the quality cost of several alphas, choose the largest within the bound, and store it."""
-    from smoe.cli.console import note, print_json
-    from smoe.cli.keeping import ResultDestination
-
     import_libraries(model, engine.config())
     from smoe.cli.prices import Material, measured, print_table
     from smoe.eval.price import largest_within
     from smoe.load.priced_alpha import PricedAlpha
-    from smoe.models.files import fetch
     from smoe.units import format_seconds
 
-    material = Material(text, tokens, least_tokens=_LEAST_PRICED_TOKENS)
-    keeping = ResultDestination()
-    prices, circumstances = measured(engine, model, ALPHAS, material, out)
+    material = Material(tuned.text, tuned.tokens or _PRICED_TOKENS, least_tokens=_LEAST_PRICED_TOKENS)
+    prices, circumstances = measured(engine, model, ALPHAS, material, tuned.out)
     chosen = largest_within(prices, allowed)
     priced = PricedAlpha(
         alpha=chosen.quality.alpha,
@@ -196,20 +146,28 @@ def _price(
         text=circumstances["text"],
     )
     print_table(prices)
-    folder = fetch(model, engine.revision)
-    path = keeping.keep(lambda: priced.store(folder))
-    if path is not None:
-        note(f"this alpha is stored for --preset smoe in {path}")
     before, after = prices[0].quality.median_seconds, chosen.quality.median_seconds
-    if priced.alpha > 0 and after >= before:
-        note(
-            f"this alpha saves no time on this machine: a token takes {format_seconds(after)} with it, and "
-            f"{format_seconds(before)} without; if experts are small, or all in memory, there is no time to save"
-        )
-    if as_json:
-        print_json(circumstances | priced.as_json() | {"prices": [price.as_json() for price in prices]})
-    else:
-        print(f"alpha {priced.alpha:g} is the largest within +{100 * allowed:g} %: {priced}")
+    useless = (
+        f"this alpha saves no time on this machine: a token takes {format_seconds(after)} with it, and "
+        f"{format_seconds(before)} without; if experts are small, or all in memory, there is no time to save"
+    )
+    return Measured(
+        priced,
+        "this alpha is stored for --preset smoe",
+        circumstances | priced.as_json() | {"prices": [price.as_json() for price in prices]},
+        lambda: print(f"alpha {priced.alpha:g} is the largest within +{100 * allowed:g} %: {priced}"),
+        (useless,) if priced.alpha > 0 and after >= before else (),
+    )
+
+
+def _time(model: str, engine: EngineOptions, tuned: TuneOptions, as_json: bool) -> None:
+    from smoe.units import parse_seconds
+
+    budget = parse_seconds(tuned.tpot, "tpot") if tuned.tpot is not None else None
+    try:
+        _tune(model, substituting(engine), engine.revision, tuned.text, budget, as_json)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("nothing was stored") from None
 
 
 def _tune(
@@ -224,7 +182,6 @@ def _tune(
     texts = read_documents(text)
     import_libraries(model, config)
     from smoe.cli.session import loaded
-    from smoe.eval.tune import store
 
     ids = token_ids(model, revision, texts)
     with loaded(model, config, revision) as ready:
@@ -304,20 +261,16 @@ def _unsure(tuning: Tuning, choice: AlphaChoice) -> str:
 
 
 def _print_table(tuning: Tuning) -> None:
-    from rich.table import Table
-
-    from smoe.cli.console import output
+    from smoe.cli.console import print_rows
     from smoe.units import format_seconds
 
-    table = Table(box=None, header_style="dim", pad_edge=False)
     is_rescaled = tuning.bytes_per_second is not None
-    for head in ("alpha", "a token", "+/-", *(["by the clock"] if is_rescaled else [])):
-        table.add_column(head, justify="right")
-    rows = zip(tuning.points, tuning.half_range_seconds, tuning.measured_seconds, strict=True)
-    for (alpha, seconds), half_range, measured in rows:
+    rows = []
+    figures = zip(tuning.points, tuning.half_range_seconds, tuning.measured_seconds, strict=True)
+    for (alpha, seconds), half_range, measured in figures:
         shown = [seconds, half_range, *([measured] if is_rescaled else [])]
-        table.add_row(f"{alpha:g}", *(format_seconds(time) for time in shown))
-    output().print(table)
+        rows.append([f"{alpha:g}", *(format_seconds(time) for time in shown)])
+    print_rows(("alpha", "a token", "+/-", *(["by the clock"] if is_rescaled else [])), rows)
 
 
 def _print_choice(tuning: Tuning, choice: AlphaChoice) -> None:
@@ -343,3 +296,19 @@ def _print_json(tuning: Tuning, choice: AlphaChoice | None) -> None:
 
     chosen = asdict(choice) if choice else dict.fromkeys(field.name for field in fields(AlphaChoice))
     print_json(tuning.as_json() | chosen)
+
+
+_MEASUREMENTS: dict[str, Callable[[str, EngineOptions, TuneOptions, bool], None]] = {
+    "forget": forget_winners,
+    "prices": report(price_answers),
+    "cache": report(tune_cache),
+    f"cache {LEARNED}": report(tune_eviction),
+    "shares": report(tune_shares),
+    "predictor": report(tune_predictor),
+    f"predictor {CORRECTED_GATES}": report(tune_corrected_gates),
+    "max_perplexity_increase": report(_price),
+    "prefetch": tune_policies,
+    "eviction": tune_policies,
+    "tpot": _time,
+}
+"""{measurement: function}. If one eviction policy or predictor has a measurement of its own, its name follows."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from smoe.cli.libraries import import_libraries, token_ids
 from smoe.cli.options import EngineOptions
+from smoe.cli.tune_options import TuneOptions
 from smoe.errors import ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
     from smoe.eval.tournament import Entrant, Tournament
     from smoe.load.tuned_settings import Winner
 
-TOKENS = 400
+_TOKENS = 400
 """The default number of tokens of the text."""
 
 
-def tune_policies(model: str, engine: EngineOptions, text: Path | None, tokens: int, as_json: bool) -> None:
+def tune_policies(model: str, engine: EngineOptions, tuned: TuneOptions, as_json: bool) -> None:
     """Run the requested tournaments, store the winners, and print them.
 
     The winners are stored only after all tournaments, so an interrupt leaves earlier results valid.
@@ -50,7 +51,8 @@ def tune_policies(model: str, engine: EngineOptions, text: Path | None, tokens: 
     from smoe.load.device import choose_device
     from smoe.models.read_spec import read_spec
 
-    ids = _ids(model, engine.revision, text, tokens, config.context_tokens)
+    text = tuned.text
+    ids = _ids(model, engine.revision, text, tuned.tokens or _TOKENS, config.context_tokens)
     keeping = ResultDestination()
     with _interrupted_in_words(), ExitStack() as stack:
         ready = _opened(stack, model, config, engine.revision, "eviction" in kinds)
@@ -78,7 +80,7 @@ def tune_policies(model: str, engine: EngineOptions, text: Path | None, tokens: 
         print_json({"model": model, "resident_share": share, "tokens": len(ids), "text": source} | results)
 
 
-def forget_winners(model: str, engine: EngineOptions, as_json: bool) -> None:
+def forget_winners(model: str, engine: EngineOptions, _: TuneOptions, as_json: bool) -> None:
     """Delete the stored winners of the given kinds (default: both), and print them."""
     from smoe.cli.console import print_json
     from smoe.load.tuned_settings import CHOICES, forget
@@ -148,23 +150,19 @@ def _won(found: Tournament, share: float, source: str, machine: str) -> Winner:
 
 
 def _print(found: Tournament, model: str) -> None:
-    from rich.table import Table
-
-    from smoe.cli.console import note, output
+    from smoe.cli.console import note, print_rows
     from smoe.units import format_seconds
 
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    table.add_column(found.kind)
     guesses = any(entrant.recall is not None for entrant in found.entrants)
-    for head in ("a token", "simulated", *(["recall", "right", "asking"] if guesses else [])):
-        table.add_column(head, justify="right")
+    rows = []
     for entrant in found.entrants:
-        cells = [format_seconds(entrant.seconds) if entrant.measured_seconds else ""]
-        cells.append(format_seconds(entrant.simulated_seconds))
+        row = [entrant.name, format_seconds(entrant.seconds) if entrant.measured_seconds else ""]
+        row.append(format_seconds(entrant.simulated_seconds))
         if entrant.recall is not None and entrant.precision is not None:
-            cells += [f"{entrant.recall:.1%}", f"{entrant.precision:.1%}", format_seconds(entrant.asking_seconds)]
-        table.add_row(entrant.name, *cells)
-    output().print(table)
+            row += [f"{entrant.recall:.1%}", f"{entrant.precision:.1%}", format_seconds(entrant.asking_seconds)]
+        rows.append(row)
+    heads = (found.kind, "a token", "simulated", *(["recall", "right", "asking"] if guesses else []))
+    print_rows(heads, rows, left=1)
     note(_verdict(found))
     for line in _absent(found, model):
         note(line)

@@ -10,9 +10,11 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from smoe.cli.libraries import import_libraries, reading
+from smoe.cli.measured import Measured
 from smoe.cli.options import EngineOptions
+from smoe.cli.tune_options import TuneOptions
 from smoe.errors import ConfigError
-from smoe.policy.registry import EXPERT_MLP, fitted_names
+from smoe.policy.registry import fitted_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,28 +22,19 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from smoe.eval.tune_predictor import PredictionRates, PredictorTuning
+    from smoe.policy.prediction import Epochs
 
 _TOKENS = 8000
 """The default number of tokens of a text whose routing is recorded."""
 
 
-def tune_predictor(
-    model: str,
-    engine: EngineOptions,
-    name: str,
-    traces: list[Path],
-    text: Path | None,
-    held_out: list[Path],
-    tokens: int | None,
-    as_json: bool,
-) -> None:
-    """Fit the predictor, store and print it."""
-    from smoe.cli.console import note, print_json, progress
+def tune_predictor(model: str, engine: EngineOptions, tuned: TuneOptions) -> Measured:
+    """Fit the predictor, and measure it on the held-out traces."""
+    from smoe.cli.console import note, progress
     from smoe.cli.keeping import ResultDestination
 
     import_libraries(model, None)
     from smoe.eval import tune_predictor as tuning
-    from smoe.eval.train_expert_mlp import LEAST_EPOCHS, MOST_EPOCHS
     from smoe.load.fitted_predictor import StoredPredictor
     from smoe.load.learned_file import path_of
     from smoe.models.files import fetch
@@ -49,56 +42,53 @@ def tune_predictor(
     from smoe.prediction.fitted import fitted_kind
     from smoe.prediction.inputs import routed_layers
 
-    fitted_kind(name)
-    if traces and text is not None:
+    name, traces, held_out = tuned.predictor or "", tuned.trace or [], tuned.held_out or []
+    epochs = fitted_kind(name).epochs
+    if traces and tuned.text is not None:
         message = "--text and --trace both give the data to fit on; give one of them"
         raise ConfigError(message, setting="trace", given=str(traces[0]), allowed="only without `text`")
     with reading("headers", model):
-        spec = read_spec(model, engine.config(), engine.revision)
-    layers = routed_layers(spec)
-    keeping, place = ResultDestination(), fetch(model, engine.revision)
-    checkpoint = path_of(name, place).with_suffix(".training") if keeping.can_keep else None
-    with _recorded(model, engine, traces, text, tokens) as recorded, progress("tune", "epochs") as bars:
-        if name == EXPERT_MLP:
+        layers = routed_layers(read_spec(model, engine.config(), engine.revision))
+    path = path_of(name, fetch(model, engine.revision)).with_suffix(".training")
+    with _recorded(model, engine, tuned) as recorded, progress("tune", "epochs") as bars:
+        if epochs.most:
             note(
-                f"training reads the whole text {LEAST_EPOCHS} to {MOST_EPOCHS} times (epochs); an interrupt loses "
+                f"training reads the whole text {epochs.least} to {epochs.most} times (epochs); an interrupt loses "
                 "only the epoch in progress, and the same command continues after the last complete epoch"
             )
-        task = bars.add_task("training", total=MOST_EPOCHS, amount="", visible=name == EXPERT_MLP)
+        task = bars.add_task("training", total=epochs.most, amount="", visible=epochs.most > 0)
         judging = bars.add_task("judging", total=len(fitted_names()), amount="", visible=bool(held_out))
         found = tuning.tune_predictor(
             name,
             recorded,
             held_out,
             layers,
-            tokens,
-            checkpoint,
-            _Course(bars, task),
+            tuned.tokens,
+            path if ResultDestination().can_keep else None,
+            _Course(bars, task, epochs),
             lambda predictors: bars.update(judging, completed=predictors),
         )
-    path = keeping.keep(lambda: StoredPredictor(found.fitted).store(place))
-    if path is not None:
-        note(f"the predictor is stored for --prefetch {name} in {path}")
-    if not held_out:
-        note("the predictor is not tested on other text; to test it, give traces of other text with --held-out")
-    if as_json:
-        print_json({"model": model, "traces": [*map(str, traces)], "held_out": [*map(str, held_out)]} | found.as_json())
-    else:
-        _print(found)
+    untested = "the predictor is not tested on other text; to test it, give traces of other text with --held-out"
+    return Measured(
+        StoredPredictor(found.fitted),
+        f"the predictor is stored for --prefetch {name}",
+        {"traces": [*map(str, traces)], "held_out": [*map(str, held_out)]} | found.as_json(),
+        lambda: _print(found),
+        () if held_out else (untested,),
+    )
 
 
 class _Course:
     """Receives the number of finished training epochs. After the first epoch it prints how long the training will
     take."""
 
-    def __init__(self, bars: Progress, task: TaskID) -> None:
-        self._bars, self._task = bars, task
+    def __init__(self, bars: Progress, task: TaskID, epochs: Epochs) -> None:
+        self._bars, self._task, self._of = bars, task, epochs
         self._began: tuple[int, float] | None = None
         self._is_printed = False
 
     def __call__(self, epochs: int) -> None:
         from smoe.cli.console import note
-        from smoe.eval.train_expert_mlp import LEAST_EPOCHS, MOST_EPOCHS
         from smoe.units import format_remaining
 
         if self._began is None:
@@ -109,7 +99,7 @@ class _Course:
         before, began = self._began
         if not self._is_printed:
             one = (monotonic() - began) / max(1, epochs - before)
-            least, most = (format_remaining(one * max(0, end - epochs)) for end in (LEAST_EPOCHS, MOST_EPOCHS))
+            least, most = (format_remaining(one * max(0, end - epochs)) for end in self._of)
             note(
                 f"training will take {least} to {most} more, estimated from its first epoch; it ends when the "
                 "predictions for held-out text no longer improve"
@@ -118,23 +108,21 @@ class _Course:
 
 
 @contextmanager
-def _recorded(
-    model: str, engine: EngineOptions, traces: list[Path], text: Path | None, tokens: int | None
-) -> Iterator[list[Path]]:
+def _recorded(model: str, engine: EngineOptions, tuned: TuneOptions) -> Iterator[list[Path]]:
     """Yield the traces to which the predictor is fitted: the given ones, or a temporary trace of the model while it
     reads the text."""
     from smoe.cli.record import record
     from smoe.eval.texts import read_documents
     from smoe.generation.sampling import Sampling
 
-    if traces:
-        yield traces
+    if tuned.trace:
+        yield tuned.trace
         return
-    texts = read_documents(text)
+    texts = read_documents(tuned.text)
     exact = replace(engine, preset="exact", prefetch=None)  # the fitted predictor may not exist yet
     with TemporaryDirectory() as folder:
         path = Path(folder) / "text.trace"
-        if record(model, exact, Sampling(), texts, tokens or _TOKENS, path, force=False)["was_interrupted"]:
+        if record(model, exact, Sampling(), texts, tuned.tokens or _TOKENS, path, force=False)["was_interrupted"]:
             raise KeyboardInterrupt("nothing was stored")
         yield [path]
 
@@ -142,9 +130,7 @@ def _recorded(
 def _print(found: PredictorTuning) -> None:
     """Print the course of the fitting, and the accuracy of every predictor on every trace, compared with the
     paper's."""
-    from rich.table import Table
-
-    from smoe.cli.console import output
+    from smoe.cli.console import print_rows
     from smoe.eval.tune_predictor import PAPER
     from smoe.units import format_bytes, format_seconds
 
@@ -156,17 +142,12 @@ def _print(found: PredictorTuning) -> None:
     print(f"{fitted.name}: fitted on {fitted.tokens} tokens{how}; {format_bytes(fitted.nbytes)}")
     if not found.rates:
         return
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    table.add_column("all predicted / at least one")
-    for trace in found.rates:
-        table.add_column(trace, justify="right")
-    table.add_column("time", justify="right")
+    rows = []
     for name in next(iter(found.rates.values())):
         rates = [of[name] for of in found.rates.values()]
-        table.add_row(name, *map(_shown, rates), format_seconds(rates[0].seconds))
-    for name, (exact, some) in PAPER.items():
-        table.add_row(name, f"{exact:.1%} / {some:.1%}")
-    output().print(table)
+        rows.append([name, *map(_shown, rates), format_seconds(rates[0].seconds)])
+    rows += [[name, f"{exact:.1%} / {some:.1%}"] for name, (exact, some) in PAPER.items()]
+    print_rows(["all predicted / at least one", *found.rates, "time"], rows, left=1)
 
 
 def _shown(rates: PredictionRates) -> str:

@@ -3,70 +3,61 @@ them."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smoe.cli.libraries import import_libraries, reading, token_ids
+from smoe.cli.measured import Measured
 from smoe.cli.options import EngineOptions
+from smoe.cli.tune_options import TuneOptions
 from smoe.config import SETTINGS
 from smoe.errors import ConfigError
 
 if TYPE_CHECKING:
     from smoe.load.importance_profile import ImportanceProfile
 
-TOKENS = 4000
+_TOKENS = 4000
 
 
-def tune_shares(
-    model: str, engine: EngineOptions, shares: str, text: Path | None, traces: list[Path], tokens: int, as_json: bool
-) -> None:
-    """Profile a text or a recorded run, store the profile for the model, and print the thresholds of `shares`."""
-    from smoe.cli.console import note, print_json
-    from smoe.cli.keeping import ResultDestination
-    from smoe.models.files import fetch
-
+def tune_shares(model: str, engine: EngineOptions, tuned: TuneOptions) -> Measured:
+    """Profile a text or a recorded run, and find the thresholds of the shares."""
+    shares, traces = tuned.shares or "", tuned.trace or []
     wanted = SETTINGS["precision_shares"].allowed.parse("precision_shares", shares)
     EngineOptions(low_precision="int4", precision_shares=shares).config()  # checks bounds before minutes of reading
-    if len(traces) + (text is not None) > 1:
+    if len(traces) + (tuned.text is not None) > 1:
         message = "--text and --trace both give the data to profile; give one of them"
         raise ConfigError(message, setting="trace", given=str(traces[0]), allowed="one, and only without `text`")
-    keeping = ResultDestination()
-    found = _recorded(model, engine, traces[0], tokens) if traces else _read(model, engine, text, tokens)
+    found = (_recorded if traces else _read)(model, engine, tuned)
     thresholds = found.thresholds(wanted)
-    path = keeping.keep(lambda: found.store(fetch(model, engine.revision)))
-    if path is not None:
-        note(f"the profile is stored for --precision-shares and --preset hobbit in {path}")
-    if as_json:
-        chosen = {"low_threshold": thresholds.low, "skip_threshold": thresholds.skip}
-        print_json({"model": model, "precision_shares": list(wanted)} | chosen | found.as_json())
-    else:
-        print(f"T1 {thresholds.low:g}, T2 {thresholds.skip:g} for shares of {shares}, by {found}")
+    chosen = {"low_threshold": thresholds.low, "skip_threshold": thresholds.skip}
+    return Measured(
+        found,
+        "the profile is stored for --precision-shares and --preset hobbit",
+        {"precision_shares": list(wanted)} | chosen | found.as_json(),
+        lambda: print(f"T1 {thresholds.low:g}, T2 {thresholds.skip:g} for shares of {shares}, by {found}"),
+    )
 
 
-def _read(model: str, engine: EngineOptions, text: Path | None, tokens: int) -> ImportanceProfile:
+def _read(model: str, engine: EngineOptions, tuned: TuneOptions) -> ImportanceProfile:
     """Return the importance profile of a text that the model itself reads, without low-precision copies and
     substitution."""
-    from dataclasses import replace
-
     from smoe.cli.console import progress
     from smoe.eval.texts import read_documents
-    from smoe.presets import without_low_copies
+    from smoe.presets import exact
 
-    texts = read_documents(text)
-    config = replace(without_low_copies(engine.config()), alpha=0.0, alpha_as_priced=False)
+    texts, config = read_documents(tuned.text), exact(engine.config())
     import_libraries(model, config)
     from smoe.cli.session import loaded
     from smoe.eval.profile_importance import check_enough, profile_reading
 
-    ids = token_ids(model, engine.revision, texts, tokens)
+    ids = token_ids(model, engine.revision, texts, tuned.tokens or _TOKENS)
     check_enough(len(ids), "text")
     with loaded(model, config, engine.revision) as ready, progress("tune", "tokens") as bars:
         task = bars.add_task("reading the text", total=len(ids), amount="")
-        source = "the demo's stories" if text is None else text.name
+        source = "the demo's stories" if tuned.text is None else tuned.text.name
         return profile_reading(ready, ids, source, lambda count: bars.update(task, advance=count))
 
 
-def _recorded(model: str, engine: EngineOptions, path: Path, tokens: int) -> ImportanceProfile:
+def _recorded(model: str, engine: EngineOptions, tuned: TuneOptions) -> ImportanceProfile:
     """Return the importance profile of a recorded run of this model."""
     from itertools import takewhile
 
@@ -75,6 +66,8 @@ def _recorded(model: str, engine: EngineOptions, path: Path, tokens: int) -> Imp
     from smoe.models.read_spec import read_spec
     from smoe.trace.file import Trace
 
+    assert tuned.trace is not None
+    path, tokens = tuned.trace[0], tuned.tokens or _TOKENS
     trace = Trace(path)
     with reading("headers", model):
         spec = read_spec(model, engine.config(), engine.revision)

@@ -25,10 +25,11 @@ from smoe.prediction.activation_path import Paths, multi_hot
 from smoe.prediction.affinity import affinity_of
 from smoe.prediction.expert_mlp import folded, network, state_width, states
 from smoe.prediction.fitted import Fitted
+from smoe.prediction.kinds import ExpertMLPKind
 from smoe.prediction.popularity import popularity_of
 from smoe.whole_file import whole_file
 
-LEAST_EPOCHS, MOST_EPOCHS = 15, 45
+LEAST_EPOCHS, MOST_EPOCHS = ExpertMLPKind.epochs
 _PATIENCE = 3
 """Training ends after this many epochs without a lower loss on the held-out tenth."""
 HELD_BACK = 0.1

@@ -18,11 +18,12 @@ import numpy as np
 
 from smoe.errors import ConfigError
 from smoe.eval.model_traces import another_model_s
-from smoe.eval.train_expert_mlp import Training, train_expert_mlp
+from smoe.eval.train_expert_mlp import Training
+from smoe.plug_ins import attribute_at
 from smoe.policy.prediction import Sight
-from smoe.policy.registry import EXPERT_MLP, fitted_names
+from smoe.policy.registry import fitted_names
 from smoe.prediction.activation_path import Paths, RoutedLayer, joined
-from smoe.prediction.fitted import Fitted, counted
+from smoe.prediction.fitted import Fitted, counted, fitted_kind
 from smoe.prediction.history import FromHistory
 from smoe.prediction.previous_token import PreviousToken
 from smoe.routing import Phase, Routing
@@ -104,14 +105,14 @@ def tune_predictor(
     if len(paths.chosen) < LEAST_TOKENS:
         raise ConfigError.too_few_tokens("trace", len(paths.chosen), LEAST_TOKENS, "to fit a predictor on")
     judged_on = {path.stem: paths_of(path, layers, _JUDGED_TOKENS, "held_out") for path in held_out}
-    training = None
-    if name == EXPERT_MLP:
-        training = train_expert_mlp(paths, checkpoint=checkpoint, tick=tick, most_epochs=most_epochs)
-        fitted = training.fitted
-    else:
-        fitted = counted(name, paths)
+    training: Training | None = None
+    trained_by = fitted_kind(name).trained_by
+    if trained_by:
+        training = attribute_at(trained_by)(paths, checkpoint=checkpoint, tick=tick, most_epochs=most_epochs)
+    fitted = counted(name, paths) if training is None else training.fitted
     makers: dict[str, Callable[[], FromHistory]] = {"previous-token": lambda: PreviousToken(layers)}
-    makers |= {each: counted(each, paths).predictor for each in fitted_names() if each not in (name, EXPERT_MLP)}
+    others = [each for each in fitted_names() if each != name and not fitted_kind(each).trained_by]
+    makers |= {each: counted(each, paths).predictor for each in others}
     makers[name] = fitted.predictor
     rates: dict[str, dict[str, PredictionRates]] = {trace: {} for trace in judged_on}
     for done, (each, make) in enumerate(makers.items(), start=1):

@@ -91,6 +91,13 @@ class Listener(Protocol):
         than predicted."""
 
 
+class Epochs(NamedTuple):
+    """How often a training passes over its text."""
+
+    least: int
+    most: int
+
+
 class PredictorKind:
     """The properties of a predictor that are known before the predictor is made.
 
@@ -106,6 +113,11 @@ class PredictorKind:
     the routers' choices, so that any thread can run them."""
     is_fitted: ClassVar[bool] = False
     """Whether the predictor must first be fitted on traces of the model (`prediction/fitted.py`)."""
+    trained_by: ClassVar[str] = ""
+    """MODULE:FUNCTION that trains the fitted predictor (as `eval/train_expert_mlp.py` does); empty: it is fitted by
+    counting."""
+    epochs: ClassVar[Epochs] = Epochs(0, 0)
+    """How often this training passes over the text."""
     learned: ClassVar[str] = ""
     """MODULE:CLASS of the value (`load/learned_file.py`) that must be learned for the model before; empty: none."""
     has_weights: ClassVar[bool] = False

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from smoe.bounds import DEFAULT_PREFETCH_DEPTH
-from smoe.policy.prediction import Moment, Predictor, PredictorKind
+from smoe.policy.prediction import Epochs, Moment, Predictor, PredictorKind
 
 if TYPE_CHECKING:
     import torch
@@ -103,10 +103,12 @@ class DraftKind(PredictorKind):
 
 
 class ExpertMLPKind(PredictorKind):
-    """The description of the predictor in `expert_mlp.py`, whose network `eval/train_expert_mlp.py` trains."""
+    """The description of the predictor in `expert_mlp.py`."""
 
     settings = ("prefetch_asked",)
     is_fitted = True
+    trained_by = "smoe.eval.train_expert_mlp:train_expert_mlp"
+    epochs = Epochs(15, 45)
     learned = "smoe.load.fitted_predictor:StoredPredictor"
     has_weights = True
     usual_recall = 0.65
