@@ -16,8 +16,8 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "smoe"
 HEAVY = ("torch", "transformers", "safetensors", "fastapi", "ray", "huggingface_hub")
-VALUES = {"smoe.expert", "smoe.routing", "smoe.errors", "smoe.units", "smoe.plug_ins"}
-"""Modules of plain values, and of finding classes by name, that every package may use."""
+VALUES = {"smoe.expert", "smoe.routing", "smoe.errors", "smoe.units", "smoe.plug_ins", "smoe.settings"}
+"""Modules of plain values, of finding classes by name, and of declaring settings, that every package may use."""
 
 ORDER = (
     "policy",
@@ -150,7 +150,7 @@ def test_packages_import_downwards(module: str) -> None:
             assert ORDER.index(package_of(name)) <= place, name
 
 
-SPEAKING = {"smoe.config", "smoe.machine.findings"}
+SPEAKING = {"smoe.config", "smoe.policy.eviction.policies", "smoe.machine.findings"}
 """Modules outside `cli/` with texts of the command line: settings declare the help of their options."""
 
 

@@ -673,7 +673,8 @@ def belongs_to(name: str, value: str) -> bool:
         return value != "none"
     allowed = SETTINGS[owner].allowed
     assert isinstance(allowed, ClassName), owner
-    return name in allowed.find(value).settings
+    settings: tuple[str, ...] = allowed.find(value).settings
+    return name in settings
 
 
 def owner_in_words(name: str) -> str:

@@ -10,15 +10,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from smoe.errors import ConfigError
 from smoe.plug_ins import PLACE
 from smoe.units import parse_bytes, parse_share
-
-if TYPE_CHECKING:
-    from smoe.policy.eviction.base import Eviction
-    from smoe.policy.prediction import PredictorKind
 
 MEMORY = "Memory"
 ENGINE = "Engine"
@@ -85,7 +81,7 @@ class OneOf(Allowed):
 class ClassName(OneOf):
     """Allows the name of a built-in class, or of a plug-in's class, as a setting's value."""
 
-    def __init__(self, names: tuple[str, ...], find: Callable[[str], type[Eviction] | type[PredictorKind]]) -> None:
+    def __init__(self, names: tuple[str, ...], find: Callable[[str], type[Any]]) -> None:
         super().__init__(*names)
         self.words = self.typed = ", ".join((*names, PLACE))
         self.find = find

@@ -46,7 +46,7 @@ def learned_of(config: EngineConfig, place: Path, spec: ModelSpec) -> LearnedVal
     """Return the learned values that the settings need, for the model in `place`. Raises `ConfigError` if one has not
     been learned for these weights."""
     depth = config.prefetch_depth or DEFAULT_PREFETCH_DEPTH
-    kinds = {"prefetch": predictor_kind(config.prefetch), "eviction": eviction_kind(config.eviction)}
+    kinds: dict[str, Any] = {"prefetch": predictor_kind(config.prefetch), "eviction": eviction_kind(config.eviction)}
     return LearnedValues(
         **{setting: learned_by(kind, getattr(config, setting), place, spec, depth) for setting, kind in kinds.items()}
     )

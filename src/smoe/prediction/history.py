@@ -111,7 +111,8 @@ class FittedPredictor(FromHistory):
     @classmethod
     def make(cls, inputs: PredictorInputs | HistoryInputs) -> FromHistory:
         assert inputs.learned is not None, "read before the budget is divided"
-        return inputs.learned.fitted.predictor()
+        found: FromHistory = inputs.learned.fitted.predictor()
+        return found
 
 
 def best_first(scores: np.ndarray, top_k: int) -> list[int]:

@@ -123,7 +123,8 @@ class ExpertMLPKind(PredictorKind):
     @classmethod
     def make(cls, inputs: PredictorInputs | HistoryInputs) -> Predictor:
         assert inputs.learned is not None, "read before the budget is divided"
-        return inputs.learned.fitted.predictor()
+        found: FromHistory = inputs.learned.fitted.predictor()
+        return found
 
     @classmethod
     def of_fit(cls, layers: Sequence[RoutedLayer], tensors: Mapping[str, torch.Tensor]) -> FromHistory:
