@@ -11,7 +11,7 @@ import json
 import pytest
 
 from smoe.eval import tournament
-from smoe.policy.registry import fitted_names
+from smoe.policy.registry import FITTED
 from smoe.user_cache import cache_folder
 from tests.toy import save_toy
 
@@ -55,7 +55,7 @@ def test_those_who_have_not_learned_share_a_line(run, checkpoint, text):
     ran = run("tune", checkpoint, *SIZE, "--prefetch", "auto", "--text", text)
     (line,) = [line for line in ran.err.splitlines() if "did not take part" in line]
     names = line.partition(" did not")[0].split(", ")
-    assert {*fitted_names(), "corrected-gates"} == set(names)
+    assert {*FITTED, "corrected-gates"} == set(names)
     assert f"first run smoe tune {checkpoint} --predictor {names[0]}" in line
 
 

@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from smoe.policy.registry import fitted_names
+from smoe.policy.registry import FITTED
 from tests.cli.conftest import SIZE
 
 
@@ -20,7 +20,7 @@ def quickly(monkeypatch):
     monkeypatch.setattr("smoe.eval.train_expert_mlp.MOST_EPOCHS", 3)
 
 
-@pytest.mark.parametrize("name", fitted_names())
+@pytest.mark.parametrize("name", FITTED)
 def test_a_predictor_is_fitted_remembered_and_used(name, run, checkpoint, traces):
     first, second = traces
     refused = run("generate", checkpoint, *SIZE, "--prefetch", name, "-p", "once")

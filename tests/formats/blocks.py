@@ -12,7 +12,8 @@ from gguf.quants import dequantize, quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from smoe.formats.base import Format, Scalar
-from smoe.formats.registry import OPENAI, RELEASED
+from smoe.formats.registry import OPENAI
+from smoe.formats.released import RELEASED
 
 
 def random_rows(form: Format, rows: int, columns: int, seed: int, spread: float = 0.01) -> npt.NDArray[np.uint8]:

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smoe.formats.base import Field, Format, Group
-from smoe.formats.registry import FORMATS, GGML, OPENAI, RELEASED
+from smoe.formats.registry import FORMATS, GGML, OPENAI
+from smoe.formats.released import RELEASED
 from tests.formats.blocks import by_others, put_scalar, random_rows
 
 every = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)

@@ -21,7 +21,7 @@ from smoe.eval.tune_predictor import paths_of
 from smoe.load.fitted_predictor import StoredPredictor
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.prediction import ASKED, Moment, Prediction, Predictor, Sight
-from smoe.policy.registry import EXPERT_MLP, PREDICTORS, fitted_names
+from smoe.policy.registry import EXPERT_MLP, FITTED, PREDICTORS
 from smoe.prediction.activation_matrix import ActivationMatrix, matrices_of
 from smoe.prediction.activation_path import NO_EXPERT, Paths, RoutedLayer, joined
 from smoe.prediction.affinity import Affinity, affinity_of
@@ -202,6 +202,10 @@ class Listening:
         monkeypatch.setattr(predictor, "observe", noted)
 
 
+def test_predictors_that_must_be_fitted_are_listed() -> None:
+    assert set(FITTED) == {name for name in PREDICTORS.built_in if PREDICTORS.find(name).is_fitted}
+
+
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("name", OF_HISTORY)
 def test_engine_and_simulator_hear_and_say_the_same(
@@ -213,7 +217,7 @@ def test_engine_and_simulator_hear_and_say_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = toy("mixtral")
-    if name in fitted_names():
+    if name in FITTED:
         fitted = fitted_on(recorded, name)
         StoredPredictor(fitted).store(folder)
     model = open_model(folder, "half", prefetch=name, prefetch_asked=asked)
@@ -226,7 +230,7 @@ def test_engine_and_simulator_hear_and_say_the_same(
     assert model.offload.stats().prefetches > 0
     trace = Trace(recorded).routings()
     layers = tuple(RoutedLayer(each.layer, each.experts, each.top_k) for each in Trace(recorded).header.layers)
-    again = fitted.predictor() if name in fitted_names() else PreviousToken(layers)
+    again = fitted.predictor() if name in FITTED else PreviousToken(layers)
     again.ask_at(ASKED[asked])
     simulator = Listening(again, monkeypatch)
     slots = model.offload.ledger.cache_slots

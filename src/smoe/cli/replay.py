@@ -14,7 +14,7 @@ from smoe.cli.options import Debug, Json
 from smoe.errors import ConfigError
 from smoe.plug_ins import PLACE
 from smoe.policy.eviction.base import EvictionSettings
-from smoe.policy.registry import EVICTION, EVICTIONS, LEARNED, POOLS, PREDICTORS
+from smoe.policy.registry import EVICTION, EVICTIONS, FITTED, LEARNED, POOLS, PREDICTORS
 from smoe.presets import configure
 from smoe.routing import Phase, Routing
 from smoe.units import parse_bytes, parse_share
@@ -68,8 +68,7 @@ class ClockOptions:
         str | None,
         typer.Option(
             help="With --profile: simulate a prefetch with this predictor, which uses only earlier routing "
-            "(docs/settings.md describes each): previous-token, popularity, affinity, activation-matrix, "
-            f"expert-mlp, or a plug-in's {PLACE}."
+            f"(docs/settings.md describes each): previous-token, {', '.join(FITTED)}, or a plug-in's {PLACE}."
         ),
     ] = None
 

@@ -11,7 +11,7 @@ import typer
 from smoe.cli.options import EngineOptions
 from smoe.errors import ConfigError
 from smoe.plug_ins import PLACE
-from smoe.policy.registry import CORRECTED_GATES, PREDICTORS, fitted_names
+from smoe.policy.registry import CORRECTED_GATES, FITTED, PREDICTORS
 
 _LOOKED_AT: dict[str, tuple[str, ...]] = {
     "forget": ("prefetch", "eviction"),
@@ -61,8 +61,8 @@ class TuneOptions:
     predictor: Annotated[
         str | None,
         typer.Option(
-            help="Fit or train this predictor for --prefetch: corrected-gates (on a text), or popularity, affinity, "
-            "activation-matrix, expert-mlp or a plug-in's MODULE:CLASS (these on a text or on traces)."
+            help=f"Fit or train this predictor for --prefetch: {CORRECTED_GATES} (on a text), or {', '.join(FITTED)} "
+            "or a plug-in's MODULE:CLASS (these on a text or on traces)."
         ),
     ] = None
     held_out: Annotated[
@@ -138,11 +138,9 @@ class TuneOptions:
 
 def _check_predictor(name: str) -> None:
     """Raise `ConfigError` for a name that is no predictor that can be fitted."""
-    if name == CORRECTED_GATES:
-        return
     is_known = name in PREDICTORS.built_in or ":" in name
-    if not (is_known and PREDICTORS.find(name).is_fitted):
-        raise ConfigError.no_choice("predictor", name, (CORRECTED_GATES, *fitted_names(), PLACE))
+    if not (is_known and PREDICTORS.find(name).learned):
+        raise ConfigError.no_choice("predictor", name, (CORRECTED_GATES, *FITTED, PLACE))
 
 
 def _option(setting: str) -> str:

@@ -14,7 +14,7 @@ from smoe.cli.measured import Measured
 from smoe.cli.options import EngineOptions
 from smoe.cli.tune_options import TuneOptions
 from smoe.errors import ConfigError
-from smoe.policy.registry import fitted_names
+from smoe.policy.registry import FITTED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,7 +57,7 @@ def tune_predictor(model: str, engine: EngineOptions, tuned: TuneOptions) -> Mea
                 "only the epoch in progress, and the same command continues after the last complete epoch"
             )
         task = bars.add_task("training", total=epochs.most, amount="", visible=epochs.most > 0)
-        judging = bars.add_task("judging", total=len(fitted_names()), amount="", visible=bool(held_out))
+        judging = bars.add_task("judging", total=len(FITTED), amount="", visible=bool(held_out))
         found = tuning.tune_predictor(
             name,
             recorded,

@@ -21,7 +21,7 @@ from smoe.eval.model_traces import another_model_s
 from smoe.eval.train_expert_mlp import Training
 from smoe.plug_ins import attribute_at
 from smoe.policy.prediction import Sight
-from smoe.policy.registry import fitted_names
+from smoe.policy.registry import FITTED
 from smoe.prediction.activation_path import Paths, RoutedLayer, joined
 from smoe.prediction.fitted import Fitted, counted, fitted_kind
 from smoe.prediction.history import FromHistory
@@ -111,7 +111,7 @@ def tune_predictor(
         training = attribute_at(trained_by)(paths, checkpoint=checkpoint, tick=tick, most_epochs=most_epochs)
     fitted = counted(name, paths) if training is None else training.fitted
     makers: dict[str, Callable[[], FromHistory]] = {"previous-token": lambda: PreviousToken(layers)}
-    others = [each for each in fitted_names() if each != name and not fitted_kind(each).trained_by]
+    others = [each for each in FITTED if each != name and not fitted_kind(each).trained_by]
     makers |= {each: counted(each, paths).predictor for each in others}
     makers[name] = fitted.predictor
     rates: dict[str, dict[str, PredictionRates]] = {trace: {} for trace in judged_on}

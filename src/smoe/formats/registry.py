@@ -8,7 +8,7 @@ from smoe.formats.grouped import INT2, INT3, INT4
 from smoe.formats.i_quants import IQ1_M, IQ1_S, IQ2_S, IQ2_XS, IQ2_XXS, IQ3_S, IQ3_XXS, IQ4_NL, IQ4_XS
 from smoe.formats.k_quants import Q2_K, Q3_K, Q4_K, Q5_K, Q6_K
 from smoe.formats.mxfp4 import MXFP4, MXFP4_PAIRS
-from smoe.formats.released import FP8, NVFP4, WEIGHTS
+from smoe.formats.released import RELEASED
 from smoe.formats.rounded import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
 from smoe.formats.ternary import TQ2_0
 
@@ -23,8 +23,6 @@ OWN: dict[str, Format] = {each.name: each for each in (INT4, INT3, INT2)}
 """The formats that `smoe pack` writes in addition to ggml's."""
 OPENAI: dict[str, Format] = {MXFP4_PAIRS.name: MXFP4_PAIRS}
 """The formats that OpenAI's checkpoints have in slots."""
-RELEASED: dict[str, Format] = {each.name: each for each in (FP8, *WEIGHTS.values(), *NVFP4.values())}
-"""The formats that other quantized checkpoints have in slots: fp8, NVFP4, compressed-tensors, AWQ, GPTQ."""
 FORMATS = GGML | OWN | OPENAI | RELEASED
 
 PRECISIONS: dict[str, tuple[Format, ...]] = {

@@ -62,3 +62,5 @@ WEIGHTS = {(bits, numbers): _weights(bits, numbers) for bits in (4, 8) for numbe
 """The formats, by (bits per code, elements per scale)."""
 NVFP4 = {numbers: _nvfp4(numbers) for numbers in (128, 64)}
 """The formats by the number of elements of a block, the larger first."""
+RELEASED: dict[str, Format] = {each.name: each for each in (FP8, *WEIGHTS.values(), *NVFP4.values())}
+"""All formats of this module, by name."""

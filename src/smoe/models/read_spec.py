@@ -14,6 +14,7 @@ from smoe.models.examine import examine, outline_of
 from smoe.models.experts import find_sites, meta_model
 from smoe.models.files import naming
 from smoe.models.finish_spec import choose_context, choose_dtype, finished
+from smoe.models.released_schemes import TAKE
 from smoe.models.spec import LibrarySpec, own_dtype
 
 
@@ -62,7 +63,6 @@ def _refuse_quantised(model_config: PretrainedConfig, path: Path) -> None:
             quantisation.get("quant_method", "?") if isinstance(quantisation, dict) else type(quantisation).__name__
         )
         raise UnsupportedModelError(
-            f"{path}: the checkpoint is quantised ({method!s:.80}), {model_config.model_type!r}; smoe reads bf16, fp16 "
-            "and fp32 checkpoints, fp8, NVFP4, compressed-tensors, GPTQ, AWQ, gpt_oss in mxfp4, and GGUF files: take "
-            "one of these releases of the model"
+            f"{path}: the checkpoint is quantised ({method!s:.80}), {model_config.model_type!r}, which smoe does not "
+            f"read; {TAKE}"
         )

@@ -103,7 +103,7 @@ _FLOAT4 = {"nvfp4-pack-quantized": NVFP4_GROUP, "mxfp4-pack-quantized": MXFP4_PA
 """{4-bit float format of compressed-tensors: the number of columns for each scale}."""
 _NVFP4 = ("NVFP4", "W4A16_NVFP4")
 """modelopt's names of weights in NVFP4, with quantized activations and without. Both store weights in the same way."""
-_TAKE = "take another release of the model: unquantised, in one of the forms that docs/formats.md lists, or a GGUF file"
+TAKE = "take another release of the model: unquantised, in one of the forms that docs/formats.md lists, or a GGUF file"
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def _left_out(entries: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _refuse(stated: Stated, property: str) -> NoReturn:
     raise UnsupportedModelError(
-        f"{stated.place}: the experts quantised by {stated.method} {property}, which smoe does not read; {_TAKE}"
+        f"{stated.place}: the experts quantised by {stated.method} {property}, which smoe does not read; {TAKE}"
     )
 
 

@@ -38,6 +38,14 @@ CORRECTED_GATES = "corrected-gates"
 DRAFT = "draft-model"
 """The prefetch by a draft model, a copy of the model in fewer bits that decodes concurrently (OD-MoE)."""
 
+_FITTED = {
+    "popularity": "smoe.prediction.popularity:Popularity",
+    "affinity": "smoe.prediction.affinity:Affinity",
+    "activation-matrix": "smoe.prediction.activation_matrix:ActivationMatrix",
+    EXPERT_MLP: "smoe.prediction.kinds:ExpertMLPKind",
+}
+FITTED = tuple(_FITTED)
+"""The names of the built-in predictors that must be fitted on traces of the model."""
 PREDICTORS: Catalogue[PredictorKind] = Catalogue(
     "prefetch",
     "smoe.predictors",
@@ -50,10 +58,7 @@ PREDICTORS: Catalogue[PredictorKind] = Catalogue(
         "whole-layer": "smoe.prediction.whole_layer:WholeLayer",
         DRAFT: "smoe.prediction.kinds:DraftKind",
         "previous-token": "smoe.prediction.previous_token:PreviousToken",
-        "popularity": "smoe.prediction.popularity:Popularity",
-        "affinity": "smoe.prediction.affinity:Affinity",
-        "activation-matrix": "smoe.prediction.activation_matrix:ActivationMatrix",
-        EXPERT_MLP: "smoe.prediction.kinds:ExpertMLPKind",
+        **_FITTED,
     },
     derive_from=Predictor,
 )
@@ -104,11 +109,6 @@ def predictor_kind(prefetch: str) -> type[PredictorKind]:
     """Return the class of the predictor that a value of the setting `prefetch` names. For `auto` and `none` it is a
     class that needs nothing."""
     return PredictorKind if prefetch in NO_PREDICTOR else _PREFETCHES.find(prefetch)
-
-
-def fitted_names() -> tuple[str, ...]:
-    """Return the names of the built-in predictors that must be fitted on traces of the model."""
-    return tuple(name for name in PREDICTORS.built_in if PREDICTORS.find(name).is_fitted)
 
 
 def make_eviction_for(wanted: EvictionSettings, sizes: Sequence[PoolSize], experts: Mapping[int, int]) -> Eviction:

@@ -11,7 +11,7 @@ import torch
 
 from smoe.errors import ConfigError
 from smoe.plug_ins import PLACE
-from smoe.policy.registry import PREDICTORS, fitted_names
+from smoe.policy.registry import FITTED, PREDICTORS
 from smoe.prediction.activation_path import Paths, RoutedLayer
 from smoe.prediction.history import FittedPredictor, FromHistory
 
@@ -22,7 +22,7 @@ def fitted_kind(name: str) -> type[FittedPredictor]:
     """Return the class of a fitted predictor. Raise `ConfigError` if no fitted predictor has this name."""
     found = PREDICTORS.find(name)
     if not found.is_fitted:
-        raise ConfigError.no_choice("predictor", name, (*fitted_names(), PLACE))
+        raise ConfigError.no_choice("predictor", name, (*FITTED, PLACE))
     return cast("type[FittedPredictor]", found)
 
 
