@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError
 from smoe.load.fitted_predictor import StoredPredictor
-from smoe.load.learned_file import Subject, path_of
+from smoe.load.learned_file import ModelShape, path_of
 from smoe.prediction.activation_path import Paths, RoutedLayer
 from smoe.prediction.fitted import Fitted, counted
 from tests import zoo
@@ -35,7 +35,7 @@ def fitted() -> Fitted:
 
 
 def read(folder: Path, name: str) -> Fitted:
-    return StoredPredictor.read(name, folder, Subject({})).fitted
+    return StoredPredictor.read(name, folder, ModelShape({})).fitted
 
 
 def test_what_is_kept_comes_back(folder: Path, fitted: Fitted) -> None:

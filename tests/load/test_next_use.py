@@ -14,7 +14,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError
-from smoe.load.learned_file import Subject, path_of
+from smoe.load.learned_file import ModelShape, path_of
 from smoe.load.next_use import TrainedNextUse
 from smoe.policy.eviction.learned import FEATURES, Learned, NextUse
 from smoe.policy.registry import LEARNED
@@ -39,7 +39,7 @@ EXPERTS = {1: 8, 2: 6}
 
 
 def read(folder: Path, experts: dict[int, int] = EXPERTS) -> TrainedNextUse:
-    return TrainedNextUse.read(LEARNED, folder, Subject(experts))
+    return TrainedNextUse.read(LEARNED, folder, ModelShape(experts))
 
 
 @pytest.fixture

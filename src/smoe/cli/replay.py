@@ -311,12 +311,12 @@ def next_use_for(header: TraceHeader) -> NextUse:
 
 def _learned(name: str, place: str, header: TraceHeader) -> Any:
     """Return the value of the class at `place` that was learned for a policy or predictor and the trace's model."""
-    from smoe.load.learned_file import LearnedValue, Subject
+    from smoe.load.learned_file import LearnedValue, ModelShape
     from smoe.plug_ins import attribute_at
 
     kind: type[LearnedValue] = attribute_at(place)
     experts = {layer.layer: layer.experts for layer in header.layers}
-    return kind.read(name, _place_of(header, kind.setting, name), Subject(experts))
+    return kind.read(name, _place_of(header, kind.setting, name), ModelShape(experts))
 
 
 def _place_of(header: TraceHeader, setting: str, value: str) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from smoe.load.learned_file import LearnedValue, NotLearnedError, Subject, Tensors
+from smoe.load.learned_file import LearnedValue, ModelShape, NotLearnedError, Tensors
 from smoe.prediction.activation_path import RoutedLayer
 from smoe.prediction.fitted import Fitted
 
@@ -31,7 +31,7 @@ class StoredPredictor(LearnedValue):
         return of.tensors, {"predictor": of.name, "layers": of.layers, "tokens": of.tokens}
 
     @classmethod
-    def of_contents(cls, name: str, tensors: Tensors, fields: dict[str, Any], subject: Subject) -> StoredPredictor:
+    def of_contents(cls, name: str, tensors: Tensors, fields: dict[str, Any], model: ModelShape) -> StoredPredictor:
         if fields["predictor"] != name:
             raise NotLearnedError(
                 f"the file of {name} holds the values of the predictor {fields['predictor']}, not of {name}"

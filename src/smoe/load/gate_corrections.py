@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from smoe.load.learned_file import LearnedValue, NotLearnedError, Subject, Tensors
+from smoe.load.learned_file import LearnedValue, ModelShape, NotLearnedError, Tensors
 from smoe.policy.registry import CORRECTED_GATES
 from smoe.prediction.correction import Correction
 
@@ -45,13 +45,13 @@ class LearnedCorrections(LearnedValue):
         return tensors, {"tokens": self.tokens, "text": self.text, "confidence": confidence}
 
     @classmethod
-    def of_contents(cls, name: str, tensors: Tensors, fields: dict[str, Any], subject: Subject) -> LearnedCorrections:
-        """Return the corrections for all pairs of layers up to `subject.depth` apart."""
+    def of_contents(cls, name: str, tensors: Tensors, fields: dict[str, Any], model: ModelShape) -> LearnedCorrections:
+        """Return the corrections for all pairs of layers up to `model.depth` apart."""
         found = {}
-        for layer, after in _pairs(list(subject.experts), subject.depth, fields["confidence"]):
-            pair, count = f"{layer}.{after}", subject.experts[after]
+        for layer, after in _pairs(list(model.experts), model.depth, fields["confidence"]):
+            pair, count = f"{layer}.{after}", model.experts[after]
             parts = [tensors.get(f"{pair}.{part}", torch.empty(0)) for part in _PARTS]
-            fits = [tuple(part.shape) for part in parts] == [(count, 2 * subject.hidden_size), (count,), (count,)]
+            fits = [tuple(part.shape) for part in parts] == [(count, 2 * model.hidden_size), (count,), (count,)]
             if pair not in fields["confidence"] or not fits or not all(bool(part.isfinite().all()) for part in parts):
                 raise NotLearnedError(
                     f"the stored corrections that predict layer {after} at layer {layer} are missing or do not fit "

@@ -14,7 +14,7 @@ from smoe.policy.prediction import PredictorKind
 from smoe.policy.registry import eviction_kind, predictor_kind
 
 if TYPE_CHECKING:
-    from smoe.load.learned_file import Subject
+    from smoe.load.learned_file import ModelShape
 
 
 class LearnedValues(NamedTuple):
@@ -57,12 +57,12 @@ def learned_by(
 ) -> Any:
     """Return the learned value that a policy or predictor of this class and name needs; None if it needs none. Raises
     `ConfigError` as `learned_of` does."""
-    return attribute_at(kind.learned).read(name, place, subject_of(spec, depth)) if kind.learned else None
+    return attribute_at(kind.learned).read(name, place, model_shape(spec, depth)) if kind.learned else None
 
 
-def subject_of(spec: ModelSpec, depth: int) -> Subject:
+def model_shape(spec: ModelSpec, depth: int) -> ModelShape:
     """Return what a learned value must fit, for predictions at most `depth` layers ahead."""
-    from smoe.load.learned_file import Subject  # requires torch
+    from smoe.load.learned_file import ModelShape  # requires torch
 
     hidden_size = int(spec.config.get_text_config().hidden_size)
-    return Subject({site.layer: site.experts for site in spec.sites}, hidden_size, depth)
+    return ModelShape({site.layer: site.experts for site in spec.sites}, hidden_size, depth)

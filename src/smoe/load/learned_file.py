@@ -38,7 +38,7 @@ class NotLearnedError(Exception):
     should do."""
 
 
-class Subject(NamedTuple):
+class ModelShape(NamedTuple):
     """The model that a learned value must fit."""
 
     experts: Mapping[int, int]
@@ -82,7 +82,7 @@ class LearnedValue(ABC):
 
     @classmethod
     @abstractmethod
-    def of_contents(cls, name: str, tensors: Tensors, fields: dict[str, Any], subject: Subject) -> LearnedValue:
+    def of_contents(cls, name: str, tensors: Tensors, fields: dict[str, Any], model: ModelShape) -> LearnedValue:
         """Return the value that a file contains. Raise `NotLearnedError` if it does not fit the model."""
 
     def store(self, folder: Path) -> Path:
@@ -90,14 +90,14 @@ class LearnedValue(ABC):
         return keep_learned(self.kind or self.name, self.version, folder, *self.contents())
 
     @classmethod
-    def read(cls: type[L], name: str, folder: Path, subject: Subject) -> L:
+    def read(cls: type[L], name: str, folder: Path, model: ModelShape) -> L:
         """Return the value that was learned for the model in `folder` and the policy or predictor `name`.
 
         Raises `ConfigError` if the value is missing, damaged, of another format version, or for other weights.
         """
         try:
             tensors, fields = learned(cls.kind or name, cls.version, folder)
-            return cast("L", cls.of_contents(name, tensors, fields, subject))
+            return cast("L", cls.of_contents(name, tensors, fields, model))
         except NotLearnedError as error:
             raise cls.error(
                 f"`{cls.setting}={name}`: {error}; run {cls.how.format(name=name)}, once",

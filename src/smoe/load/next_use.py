@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from smoe.errors import ConfigError
-from smoe.load.learned_file import LearnedValue, NotLearnedError, Subject, Tensors
+from smoe.load.learned_file import LearnedValue, ModelShape, NotLearnedError, Tensors
 from smoe.policy.eviction.learned import FEATURES, NextUse
 from smoe.policy.registry import LEARNED
 
@@ -46,9 +46,9 @@ class TrainedNextUse(LearnedValue):
         return {name: torch.from_numpy(np.ascontiguousarray(part)) for name, part in parts.items()}, fields
 
     @classmethod
-    def of_contents(cls, name: str, tensors: Tensors, fields: dict[str, Any], subject: Subject) -> TrainedNextUse:
+    def of_contents(cls, name: str, tensors: Tensors, fields: dict[str, Any], model: ModelShape) -> TrainedNextUse:
         next_use = NextUse(fields["rate"], **{name: part.numpy() for name, part in tensors.items()})
-        layers, width = max(subject.experts) + 1, max(subject.experts.values())
+        layers, width = max(model.experts) + 1, max(model.experts.values())
         rank = next_use.target.shape[-1]
         shapes = {"weights": (FEATURES,), "usual": (layers, rank), "offset": (layers, width)}
         shapes |= dict.fromkeys(("source", "target"), (layers, width, rank))
