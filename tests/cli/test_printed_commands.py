@@ -78,7 +78,7 @@ def folder(small: Path, gguf_file: Path, quick: Path, tmp_path: Path, monkeypatc
     shutil.copytree(small, tmp_path / "my-model")
     shutil.copy(gguf_file, tmp_path)
     (tmp_path / "mine.txt").write_text("Once upon a time there was a cat who liked to dig. " * 12)
-    for name, tokens in (("eval.TOKENS", 48), ("tune.TOKENS", 110), ("tune._PRICED_TOKENS", 110)):
+    for name, tokens in (("eval.TOKENS", 48), ("tune_shares._TOKENS", 110), ("tune._PRICED_TOKENS", 110)):
         monkeypatch.setattr(f"smoe.cli.{name}", tokens)
     monkeypatch.setattr("smoe.cli.eval.MOST_QUESTIONS", 2)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
