@@ -12,18 +12,24 @@ from transformers import GptOssConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from smoe.bounds import BF16, INT8
 from smoe.compute.decode_experts import ChosenExperts, proven_kernel, way_of
 from smoe.compute.expert_math import ProvenKernels
+from smoe.compute.interleaved_slots import InterleavedSlots
 from smoe.compute.quantised_math import QuantisedMath, QuantisedWeights, UnpackedTile
+from smoe.expert import EXACT
 from smoe.formats.base import Format
+from smoe.formats.plain import PLAIN
 from smoe.formats.registry import FORMATS
 from smoe.kernels.isa import widest
 from smoe.kernels.spinning_pool import SpinningPool, is_supported
 from smoe.kernels.unpacked import unpacked
 from smoe.memory.arena import Arena
 from smoe.memory.quantised_store import StoredMatrix
-from smoe.memory.store import PAGE, Part
+from smoe.memory.store import PAGE, Part, SlotLayout
+from tests import promised
 from tests.formats.blocks import by_others, random_rows
+from tests.kernels.products import gains_by_interleaving
 
 HIDDEN, INNER, EXPERTS = 512, 256, 3
 MIXTURES = [("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_K", "Q6_K"), ("Q2_K", "Q3_K"), ("Q5_0", "Q5_1"), ("MXFP4", "Q4_1")]
@@ -43,8 +49,8 @@ class Layer:
             StoredMatrix("gate_up_proj.1", "gate_up_proj", up, INNER, HIDDEN),
             StoredMatrix("down_proj.0", "down_proj", down, HIDDEN, INNER),
         ]
-        parts = (Part("gate_up_proj", (2 * INNER, HIDDEN)), Part("down_proj", (HIDDEN, INNER)))
-        self.math = QuantisedMath(self.module, parts, torch.bfloat16, stored, UnpackedTile(torch.bfloat16))
+        self.parts = (Part("gate_up_proj", (2 * INNER, HIDDEN)), Part("down_proj", (HIDDEN, INNER)))
+        self.math = QuantisedMath(self.module, self.parts, torch.bfloat16, stored, UnpackedTile(torch.bfloat16))
         nbytes = sum(each.nbytes for each in stored)
         self.arena = Arena([(EXPERTS, -(-nbytes // PAGE) * PAGE)], torch.device("cpu"))
         self.offsets, at = {}, 0
@@ -206,6 +212,45 @@ def test_tokens_in_one_piece(layer: Layer, tokens: int, pool: SpinningPool) -> N
     run = way_of([layer.math], None)(ChosenExperts([layer.math] * len(used), x, gains, taken, range(len(used))))
     run.compute(0, [weights[n] for n in used])
     assert near(run.total(), layer.library(x, index, gains))
+
+
+@needs_kernels
+def test_interleaved_slots_have_the_same_bits(
+    layer: Layer, pool: SpinningPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By our kernels, unpacked by them, unpacked by torch, and as numbers for comparisons."""
+    gains_by_interleaving(monkeypatch)
+    stored, tile, kernels = layer.math.stored, UnpackedTile(torch.bfloat16), ProvenKernels(pool)
+    plain, ours = (
+        QuantisedMath(layer.module, layer.parts, torch.bfloat16, stored, tile, INT8, kernels, may_interleave)
+        for may_interleave in (False, True)
+    )
+    assert all(each.form.rows > 1 for each in ours.stored) and ours.kind == plain.kind
+    placement = SlotLayout((), layer.offsets, (), 0, 0, 0)
+    few, many = (torch.randn(n, HIDDEN, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (3, 4100))
+    for expert in range(EXPERTS):
+
+        def found(math: QuantisedMath, slot: int = expert) -> list[torch.Tensor]:
+            maths = math, math.by(ProvenKernels())
+            each = [of.bind(layer.arena, slot, layer.offsets) for of in maths]
+            assert math.agrees(pool, each[0])
+            numbers = [math.numbers(each[0], n, slice(1, 9)) for n in range(len(stored))]
+            return [*(of.forward(x, w) for of, w in zip(maths, each, strict=True) for x in (few, many)), *numbers]
+
+        wanted = found(plain)
+        InterleavedSlots({(0, EXACT): ours}, INT8)((0, expert, EXACT), placement, layer.arena.buffer(expert))
+        assert all(map(torch.equal, found(ours), wanted))
+
+
+def test_rows_are_as_in_the_file_where_nothing_gains(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    promised.needs(widest(INT8) is not None, "no kernels for this CPU")
+    gains_by_interleaving(monkeypatch)
+    stored, tile = layer.math.stored, UnpackedTile(torch.bfloat16)
+    as_they_are = QuantisedMath(layer.module, layer.parts, torch.bfloat16, stored, tile, BF16, may_interleave=True)
+    assert all(each.form.rows == 1 for each in as_they_are.stored), "rows of bf16 are multiplied otherwise"
+    mixed = [stored[0]._replace(form=PLAIN["BF16"]), *stored[1:]]
+    half = QuantisedMath(layer.module, layer.parts, torch.bfloat16, mixed, tile, INT8, may_interleave=True)
+    assert all(each.form.rows == 1 for each in half.stored), "prompts would be unpacked"
 
 
 @pytest.mark.parametrize("has_kernels", [False, pytest.param(True, marks=needs_kernels)], ids=["torch", "kernels"])

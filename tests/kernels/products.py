@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from smoe.bounds import BF16
 from smoe.formats.base import Bytes, Format
+from smoe.kernels import matrix
 from smoe.kernels.byte_layout import Layout
-from smoe.kernels.isa import Isa
+from smoe.kernels.isa import Isa, widest
 from smoe.kernels.jit import Source, compile_functions
 from smoe.kernels.spinning_pool import RowLists
 
@@ -32,12 +36,23 @@ def compiled(form: Format, isa: Isa) -> Functions:
 
 @functools.cache
 def compiled_in_bytes(form: Format, isa: Isa) -> Functions:
-    """What makes rows in 8 bits, what makes gated ones, and the products with them."""
+    """What makes rows in 8 bits, what makes gated ones, the products with them, and what unpacks or interleaves."""
     from smoe.kernels.quantised import byte_module_of, byte_names  # needs llvmlite
 
     names = byte_names(form)
     made = compile_functions(Source(byte_module_of, (form, isa)), dict.fromkeys(names, ARGUMENTS))
-    return dict(zip(("rows", "gated_rows", "products"), made, strict=True))
+    last = "interleave" if form.rows > 1 else "unpack"
+    return dict(zip(("rows", "gated_rows", "products", last), made, strict=True))
+
+
+def gains_by_interleaving(patch: pytest.MonkeyPatch, can_gain: bool = True) -> None:
+    """From now on rows of matrices are interleaved in memory, as on CPUs whose products gain from it, or are not."""
+
+    def found(activations: str = BF16) -> Isa | None:
+        isa = widest(activations)
+        return None if isa is None else dataclasses.replace(isa, interleaves=can_gain)
+
+    patch.setattr(matrix, "widest", found)
 
 
 def columns_of(form: Format, blocks: int) -> int:

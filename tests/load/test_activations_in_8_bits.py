@@ -25,6 +25,7 @@ from smoe.models.quantised_linear import QuantisedLinear
 from smoe.presets import configure
 from smoe.routing import Routing
 from tests import gguf_toy, oracle
+from tests.kernels.products import gains_by_interleaving
 from tests.load.test_precision import packed_toy
 from tests.models.test_gguf_quantised import assert_near, steps
 
@@ -85,6 +86,24 @@ def test_logits_are_near_those_of_the_dequantised_model(mixture: str, tmp_path: 
     assert_near([torch.cat(full, 1)[:, alike]], [torch.cat(wanted, 1)[:, alike]], 0.08)
     as_they_are = steps(open_model(path, "full", activations="dtype"), oracle.PROMPT)
     assert not all(map(torch.equal, full, as_they_are)), "nothing was rounded"
+
+
+@needs_kernels
+@pytest.mark.parametrize(("budget", "switches"), [("minimum", {}), ("full", {}), ("half", {"kernels": "torch"})])
+def test_interleaved_rows_change_no_bit(
+    budget: str, switches: dict[str, str], tmp_path: Path, open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While experts come and go, where all stay, and where no kernel of ours is used."""
+    path, _ = gguf_toy.quantised(tmp_path / "toy.gguf", "Q4_K_M")
+    found = []
+    for can_gain in (False, True):
+        with monkeypatch.context() as patch:
+            gains_by_interleaving(patch, can_gain)
+            model = open_model(path, budget, **switches)
+            found.append(steps(model, oracle.PROMPT))
+        layers = [each for each in model.modules() if isinstance(each, QuantisedLinear)]
+        assert any(each.form.rows > 1 for each in layers) == (can_gain and not switches)
+    assert all(map(torch.equal, *found))
 
 
 @needs_kernels

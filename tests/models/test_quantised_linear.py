@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from smoe.bounds import INT8
+from smoe.fastpath.linear import multiply_codes
 from smoe.formats.activations import in_8_bits
 from smoe.formats.base import Format
 from smoe.formats.registry import FORMATS
@@ -18,6 +19,7 @@ from smoe.kernels.spinning_pool import SpinningPool, is_supported
 from smoe.models import quantised_linear
 from smoe.models.quantised_linear import QuantisedEmbedding, QuantisedLinear, keep_quantised
 from tests.formats.blocks import random_rows
+from tests.kernels.products import gains_by_interleaving
 
 OUTPUTS, COLUMNS = 70, 512
 needs_kernels = pytest.mark.skipif(widest() is None, reason="this CPU has no instruction set that kernels are for")
@@ -70,6 +72,35 @@ def test_activations_in_8_bits(form: Format, rows: int, pool) -> None:
     assert torch.allclose(ours(x).double(), wanted, rtol=2.0**-8, atol=1e-5 * float(wanted.abs().max()))
 
 
+@needs_kernels
+@pytest.mark.parametrize("rows", [1, 3])
+def test_interleaved_rows_have_the_same_bits(form: Format, rows: int, pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    gains_by_interleaving(monkeypatch)
+    monkeypatch.setattr(quantised_linear, "PIECE_ELEMENTS", 32 * COLUMNS)
+    codes = torch.from_numpy(random_rows(form, 64, COLUMNS, seed=1))
+    plain, ours = (QuantisedLinear(form, codes.clone(), torch.bfloat16, None) for _ in range(2))
+    x = torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(rows)).bfloat16()
+    for each in (plain, ours):
+        each.multiply_by(pool, INT8)
+        each(x)
+    ours.interleave()
+    ours.interleave()
+    assert not torch.equal(ours.codes, codes) and ours.form.rows > 1
+    assert torch.equal(ours(x), plain(x)) and torch.equal(ours.weight, plain.weight)
+    assert all(begin % ours.form.rows == 0 for begin, _ in ours.pieces())
+    many = x.float().expand(5, rows, COLUMNS)  # not in bf16: by dequantized weights
+    assert torch.equal(ours(many), plain(many))
+
+
+@needs_kernels
+def test_rows_that_fill_no_group_are_left_as_they_are(form: Format, pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    gains_by_interleaving(monkeypatch)
+    ours = QuantisedLinear(form, codes_of(form), torch.bfloat16, None)
+    ours.multiply_by(pool, INT8)
+    ours.interleave()
+    assert torch.equal(ours.codes, codes_of(form)) and ours.form is form
+
+
 def test_in_32_bits(form: Format) -> None:
     codes, x = codes_of(form), torch.randn(3, COLUMNS)
     ours = QuantisedLinear(form, codes, torch.float32, None)(x)
@@ -90,6 +121,19 @@ def test_an_embedding_has_the_same_bits_by_our_kernel(form: Format, tokens: list
     ours = QuantisedEmbedding(form, library.codes, torch.bfloat16, None)
     ours.pool = pool
     assert torch.equal(ours(ids), library(ids))
+
+
+@needs_kernels
+def test_an_embedding_s_codes_are_not_interleaved(form: Format, pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    gains_by_interleaving(monkeypatch)
+    model = nn.Module()
+    codes = torch.from_numpy(random_rows(form, 64, COLUMNS, seed=1))
+    model.embedding = QuantisedEmbedding(form, codes, torch.bfloat16, None)
+    model.tied = QuantisedLinear(form, codes, torch.bfloat16, None)
+    model.other = QuantisedLinear(form, codes.clone(), torch.bfloat16, None)
+    multiply_codes(model, pool, INT8)
+    assert (model.tied.form.rows, model.embedding.form.rows) == (1, 1) and model.other.form.rows > 1
+    assert torch.equal(model.tied.weight, model.other.weight)
 
 
 def test_tied_layers_share_their_codes(form: Format) -> None:

@@ -19,10 +19,12 @@ from torch import nn
 from smoe.bounds import BF16
 from smoe.compute.expert_math import ExpertMath, ProvenKernels, Weights, within_rounding
 from smoe.compute.row_groups import MatrixShape, product
+from smoe.formats.activations import fits
+from smoe.formats.interleaved import as_in_file, in_rows
 from smoe.gpu_kernels.decoding import fits as has_text
 from smoe.gpu_kernels.source import MatrixLayout
 from smoe.kernels.experts import Expert, TokenExperts
-from smoe.kernels.matrix import Matrix, products_of
+from smoe.kernels.matrix import Matrix, in_memory, products_of
 from smoe.kernels.proof import is_as_near
 from smoe.kernels.quantised_work import most_quantised_rows
 from smoe.kernels.spinning_pool import SpinningPool
@@ -75,15 +77,16 @@ class QuantisedWeights:
     def matrices(self) -> Sequence[Matrix]:
         """The matrices as arguments for machine code. The code is compiled on first access, which takes some tenths of
         a second for each format."""
-        return [
-            Matrix(rows.data_ptr(), each.outputs, each.columns, products_of(each.form, self._activations))
-            for each, rows in self.data
-        ]
+        return [self._matrix(*each) for each in self.data]
 
     @cached_property
     def addresses(self) -> Sequence[int]:
         biases = (bias.data_ptr() for bias in (self.up_bias, self.down_bias) if bias is not None)
         return [*(rows.data_ptr() for _, rows in self.data), *biases]
+
+    def _matrix(self, stored: StoredMatrix, rows: torch.Tensor) -> Matrix:
+        products = products_of(stored.form, self._activations)
+        return Matrix(rows.data_ptr(), stored.outputs, stored.columns, products)
 
     @property
     def up(self) -> torch.Tensor:
@@ -95,7 +98,7 @@ class QuantisedWeights:
 
     def _unpacked(self, which: slice) -> torch.Tensor:
         """Return the matrices `which`, dequantized, concatenated and transposed for `x @ ...`."""
-        data, tile = self.data[which], self._tile
+        data, tile = [_as_in_file(*each) for each in self.data[which]], self._tile
         stored, rows = data[0]
         out = tile.take(sum(each.outputs for each, _ in data), stored.columns, rows.device)
         begins = [0]
@@ -103,12 +106,19 @@ class QuantisedWeights:
             begins.append(begins[-1] + each.outputs)
         if self._pool is not None:
             self._pool.unpack(
-                [(matrix, out[at].data_ptr()) for matrix, at in zip(self.matrices[which], begins, strict=False)]
+                [(self._matrix(*each), out[at].data_ptr()) for each, at in zip(data, begins, strict=False)]
             )
         else:
             for (each, bytes_), at in zip(data, begins, strict=False):
                 out[at : at + each.outputs] = unpacked(each.form, bytes_, tile.dtype)
         return out.t()
+
+
+def _as_in_file(stored: StoredMatrix, rows: torch.Tensor) -> tuple[StoredMatrix, torch.Tensor]:
+    """Return a matrix with its rows in the layout of the file; a copy if they are interleaved."""
+    if stored.form.rows == 1:
+        return stored, rows
+    return stored._replace(form=as_in_file(stored.form)), torch.from_numpy(in_rows(stored.form, rows.numpy()))
 
 
 class QuantisedMath(ExpertMath):
@@ -127,13 +137,17 @@ class QuantisedMath(ExpertMath):
         tile: UnpackedTile,
         activations: str = BF16,
         kernels: ProvenKernels = ProvenKernels(),  # noqa: B008 (a value)
+        may_interleave: bool = False,
     ) -> None:
         """`stored`: the matrices of an expert; `activations`: the type in which our kernels multiply few rows
-        (`EngineConfig.activations`)."""
+        (`EngineConfig.activations`). `may_interleave`: whether rows of the matrices may be interleaved in slots, where
+        products with our kernels gain from it."""
         super().__init__(module, parts, dtype, kernels)
         self._stored = stored
         self._tile = tile
         self._activations = activations
+        if may_interleave and self._post_norm is None and all(fits(each.form) for each in stored):
+            self._stored = [each._replace(form=in_memory(each.form, each.outputs, activations)) for each in stored]
         if any(part.takes_turns for part in parts):
             activate = self._activate
             self._activate = lambda wide: activate(wide.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2))
@@ -149,6 +163,11 @@ class QuantisedMath(ExpertMath):
         product."""
         kernel = self.kernels.token
         return kernel if kernel is not None and not self.sums_as_weights and all(self._are_in_bytes()) else None
+
+    @property
+    def stored(self) -> Sequence[StoredMatrix]:
+        """The matrices of an expert, with the formats that they have in a slot."""
+        return self._stored
 
     def _are_in_bytes(self) -> list[bool]:
         """Return for each matrix whether our kernel multiplies it with activation rows in 8 bits."""
@@ -183,14 +202,16 @@ class QuantisedMath(ExpertMath):
     def numbers(self, weights: Weights, matrix: int, rows: slice) -> torch.Tensor:
         assert isinstance(weights, QuantisedWeights)
         stored, data = weights.data[matrix]
+        stored, data = _as_in_file(stored, data)
         return torch.from_numpy(stored.form.decode(data[rows].cpu().numpy()))
 
     def agrees(self, pool: SpinningPool, weights: Weights) -> bool:
         """Return whether our kernel's error is no larger than that of torch's product with dequantized weights."""
         assert isinstance(weights, QuantisedWeights)
+        in_file = [_as_in_file(*each) for each in weights.data]
         return all(
             matrix.products is not None and is_as_near(pool, matrix, stored.form, rows[:_PROOF_OUTPUTS])
-            for matrix, (stored, rows) in zip(weights.matrices, weights.data, strict=True)
+            for matrix, (stored, rows) in zip(weights.matrices, in_file, strict=True)
         )
 
     def is_proof(self, pool: SpinningPool, ours: torch.Tensor, theirs: torch.Tensor) -> bool:

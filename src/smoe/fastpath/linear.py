@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from statistics import median
 from time import perf_counter
@@ -88,6 +89,10 @@ def multiply_codes(model: nn.Module, pool: SpinningPool, activations: str = BF16
     layers = [module for module in model.modules() if isinstance(module, QuantisedWeight)]
     for layer in layers:
         layer.multiply_by(pool, activations)
+    users = Counter(layer.codes.data_ptr() for layer in layers)
+    for layer in layers:
+        if isinstance(layer, QuantisedLinear) and users[layer.codes.data_ptr()] == 1:
+            layer.interleave()
     for embedding in (module for module in model.modules() if isinstance(module, StoredEmbedding)):
         embedding.unpack_by(pool)
     share_inputs(model)

@@ -140,6 +140,8 @@ class Format:
     """Whether groups' scale codes are signed bytes."""
     has_float8_scales: bool = False
     """Whether groups' scale codes are 8-bit floats, as with `is_float8`."""
+    rows: int = 1
+    """The number of rows whose blocks are interleaved in memory (`interleaved.py`); 1 in files."""
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:

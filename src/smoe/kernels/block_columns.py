@@ -16,6 +16,7 @@ import numpy as np
 from llvmlite import ir
 
 from smoe.formats.base import Bits, Field, Format, Group, Points, Scalar
+from smoe.formats.interleaved import WORD_BYTES, words_of
 from smoe.kernels.builder import Code
 from smoe.kernels.isa import Isa
 from smoe.kernels.jit import cpu_has
@@ -125,17 +126,21 @@ class Columns:
         """Return one code for every row, assembled from one or more bit fields of the row's block, as int32 [lanes]."""
         code, build, lanes = self._code, self._code.build, self._code.isa.lanes
         total = None
-        for piece in _in_one_piece(fields):
+        for piece in self._pieces_of(fields):
             part, inside = self._word_with(piece)
             part = build.lshr(part, code.words([inside] * lanes))
             part = build.shl(build.and_(part, code.words([piece.mask] * lanes)), code.words([piece.left] * lanes))
             total = part if total is None else build.or_(total, part)
         return total
 
+    def _pieces_of(self, fields: Sequence[Field]) -> Sequence[Field]:
+        """Return the bit fields of a code, each in one word (`_word_with`)."""
+        return _in_one_piece(fields)
+
     def _word_with(self, piece: Field) -> tuple[Value, int]:
         """Return the 32-bit words of every row that contain the bit field `piece`, and the number of the field's first
         bit in the words."""
-        last = piece.byte + (piece.shift + piece.mask.bit_length() - 1) // 8
+        last = _last_byte(piece)
 
         def holds(first: int) -> bool:
             begin, end = piece.byte - first, last - first
@@ -225,7 +230,7 @@ class Columns:
         if more or first.mask != 255:
             return code.gathered(table, self._whole(index), width)
         # for one-byte indices, single loads take a quarter less time than a gather on AVX2
-        bytes_ = [build.zext(code.load(BYTE, code.at(place, first.byte)), LONG) for place in self._places]
+        bytes_ = [build.zext(code.load(BYTE, place), LONG) for place in self._places_of(first.byte)]
         addresses = [code.at(table, build.mul(each, code.number(width))) for each in bytes_]
         return code.loaded_each(ir.IntType(8 * width), addresses)
 
@@ -249,6 +254,10 @@ class Columns:
         is_negative = self._are_set(signs, [(n // 8, n % 8) for n in places])
         twice = self._code.bytes([2 * self._zero] * numbers.type.count)
         return build.select(is_negative, build.sub(twice, numbers), numbers)
+
+    def _places_of(self, byte: int) -> list[Value]:
+        """Return the address of byte number `byte` of every row's block."""
+        return [self._code.at(place, byte) for place in self._places]
 
     def _power(self, exponent: Value) -> Value:
         """Return 2 ** (exponent - 127) as float32 [lanes], for exponents given as int32 [lanes]."""
@@ -285,6 +294,56 @@ class Columns:
         while len(registers) > 1:
             registers = [self._code.joined(registers[n : n + 2]) for n in range(0, len(registers), 2)]
         return registers[0]
+
+
+class InterleavedColumns(Columns):
+    """Blocks that are interleaved in memory (`formats/interleaved.py`), so columns are loaded as they are."""
+
+    def __init__(self, code: Code, form: Format, place: Value, zero: int = 0) -> None:
+        """`place`: the address of the interleaved blocks of all rows."""
+        super().__init__(code, form, [place], zero)
+        layout = words_of(form)
+        assert layout is not None and form.rows == code.isa.lanes, form.name
+        self._layout = layout
+
+    def words(self, byte: int) -> list[Value]:
+        first, odd = divmod(byte - self._layout.begin, WORD_BYTES)
+        assert not odd, (self._form.name, byte)
+        return [self._word(first + n) for n in range(PIECE // WORD_BYTES)]
+
+    def _word(self, n: int) -> Value:
+        """Return word number `n` of every row, int32 [lanes]."""
+        code, lanes = self._code, self._code.isa.lanes
+        return code.load(code.registers(WORD), code.at(self._places[0], WORD_BYTES * lanes * n))
+
+    def _pieces_of(self, fields: Sequence[Field]) -> Sequence[Field]:
+        pieces = _in_one_piece(fields)
+        is_inside = all(self._layout.word_of(each.byte) == self._layout.word_of(_last_byte(each)) for each in pieces)
+        return pieces if is_inside else fields
+
+    def _word_with(self, piece: Field) -> tuple[Value, int]:
+        layout, n = self._layout, self._layout.word_of(piece.byte)
+        if n < 0:
+            return self._others(), 8 * (piece.byte - layout.others) + piece.shift
+        return self._word(n), 8 * (piece.byte - layout.begin - WORD_BYTES * n) + piece.shift
+
+    def _others(self) -> Value:
+        """Return the bytes of every row that are in no word, int32 [lanes]."""
+        code, lanes, layout = self._code, self._code.isa.lanes, self._layout
+        kind = ir.IntType(8 * layout.other_bytes)
+        place = code.at(self._places[0], WORD_BYTES * lanes * layout.number)
+        return code.build.zext(code.load(code.registers(kind), place), code.registers(WORD))
+
+    def _places_of(self, byte: int) -> list[Value]:
+        layout, lanes, n = self._layout, self._code.isa.lanes, self._layout.word_of(byte)
+        begin, step = WORD_BYTES * lanes * n + byte - layout.begin - WORD_BYTES * n, WORD_BYTES
+        if n < 0:
+            begin, step = WORD_BYTES * lanes * layout.number + byte - layout.others, layout.other_bytes
+        return [self._code.at(self._places[0], begin + step * row) for row in range(lanes)]
+
+
+def _last_byte(field: Field) -> int:
+    return field.byte + (field.shift + field.mask.bit_length() - 1) // 8
 
 
 def _in_one_piece(fields: Sequence[Field]) -> list[Field]:

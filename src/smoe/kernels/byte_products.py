@@ -22,7 +22,7 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from smoe.formats.base import Format, Group, Points, Run
-from smoe.kernels.block_columns import PIECE, Columns, is_in_planes
+from smoe.kernels.block_columns import PIECE, Columns, InterleavedColumns, is_in_planes
 from smoe.kernels.builder import Code
 from smoe.kernels.byte_layout import Layout
 from smoe.kernels.byte_rows import ByteRow, parts_of
@@ -90,7 +90,8 @@ def add_function(module: ir.Module, isa: Isa, form: Format, arguments: Sequence[
     `begin` to `end` - 1 of M activation rows.
 
     `given` contains M, and then for each activation row two addresses: that of its 8-bit form, and that of its outputs
-    in bf16. `bias` may be null.
+    in bf16. `bias` may be null. If the matrix's rows are interleaved (`Format.rows`), `begin` and `end` must be
+    multiples of the number of lanes, which is that of the interleaved rows.
     """
     if _has_wide_strips(isa, form):
         half = Code(module, replace(isa, lanes=isa.lanes // 2), _one_row_name(form), arguments)
@@ -112,7 +113,7 @@ def _has_wide_strips(isa: Isa, form: Format) -> bool:
     An example are 16 rows of 2048 elements in Q8_0, which have 35 KB. A single row of activations is then multiplied
     with half as many rows of the matrix at a time: 70 instead of 61 GB/s.
     """
-    return isa.lanes > _HALF and form.nbytes >= form.numbers
+    return form.rows == 1 and isa.lanes > _HALF and form.nbytes >= form.numbers
 
 
 def _bytes_of(run: Run, i: int) -> list[int]:
@@ -138,6 +139,8 @@ class _Products:
         self.rows = code.load(LONG, self.given)
         self.blocks = build.udiv(self.columns, code.number(form.numbers))
         self.stride = build.mul(self.blocks, code.number(form.nbytes))
+        self.block_bytes = form.nbytes * form.rows
+        """The number of bytes from a block to the next one of the same rows."""
         self.tile_blocks = max(1, TILE_COLUMNS // form.numbers)
         self.tile_columns = self.tile_blocks * form.numbers
         groups = self.tile_columns // self.layout.group
@@ -214,7 +217,7 @@ class _Products:
         following = self._following(n)
 
         def block(b: Value, totals: list[Value]) -> list[Value]:
-            at = build.mul(b, code.number(form.nbytes))
+            at = build.mul(b, code.number(self.block_bytes))
             ahead = code.at(following, build.mul(b, code.number(form.nbytes * lanes)))
             here = self._from_block(x, b)
             return [self._add_block([code.at(place, at) for place in places], here, ahead, totals[0])]
@@ -228,7 +231,7 @@ class _Products:
         """Return `total` [lanes] plus the product of the activation row `x` with one block of each of `lanes` outputs.
         Also prefetch at the address `ahead`."""
         code, form, lanes, kind = self.code, self.form, self.code.isa.lanes, self.codes
-        columns = Columns(code, form, places, kind.zero)
+        columns = self._columns(places)
         scale = columns.scalar(form.scale)
         minimum = None if form.minimum is None else columns.scalar(form.minimum)
         lines, fetched, k = form.nbytes * lanes // _LINE, 0, 0
@@ -249,6 +252,11 @@ class _Products:
             scales, x_sums = (code.at(each, 4 * g) for each in (x.scales, x.sums))
             total = self._scaled(sums.total(), self._gain(columns, group, scale), offset, scales, x_sums, total)
         return total
+
+    def _columns(self, places: Sequence[Value]) -> Columns:
+        if self.form.rows > 1:
+            return InterleavedColumns(self.code, self.form, places[0], self.codes.zero)
+        return Columns(self.code, self.form, places, self.codes.zero)
 
     def _gain(self, columns: Columns, group: Group, scale: Value) -> Value:
         """Return the factor for the codes of a group in their byte representation: float32 [lanes]."""
@@ -290,9 +298,14 @@ class _Products:
 
     def _places(self, n: Value, b: Value) -> list[Value]:
         """Return, for each of `lanes` outputs from output `n` on, the address of block `b` in its row of the matrix.
-        Beyond the last output, the address of the last output is repeated."""
+        Beyond the last output, the address of the last output is repeated. If rows are interleaved, their blocks have
+        one address."""
         code, build = self.code, self.code.build
-        at, found = build.mul(b, code.number(self.form.nbytes)), []
+        at, found = build.mul(b, code.number(self.block_bytes)), list[Value]()
+        if self.form.rows > 1:
+            last = build.sub(self.end, code.number(code.isa.lanes))
+            row = build.select(build.icmp_signed("<", n, self.end), n, last)
+            return [code.at(self.w, build.add(build.mul(row, self.stride), at))]
         for r in range(code.isa.lanes):
             row = build.add(n, code.number(r))
             row = build.select(build.icmp_signed("<", row, self.end), row, self.last)
@@ -322,7 +335,7 @@ class _Products:
 
         def block(i: Value, _: list[Value]) -> list[Value]:
             ahead = code.at(following, build.mul(i, code.number(form.nbytes * lanes)))
-            at = build.mul(i, code.number(form.nbytes))
+            at = build.mul(i, code.number(self.block_bytes))
             self._unpack_block([code.at(place, at) for place in places], i, strip, ahead)
             return []
 
@@ -331,7 +344,7 @@ class _Products:
     def _unpack_block(self, places: Sequence[Value], i: Value, strip: int, ahead: Value) -> None:
         """Unpack one block of each output into position `i` of the tile, and prefetch at the address `ahead`."""
         code, build, form, lanes = self.code, self.code.build, self.form, self.code.isa.lanes
-        columns, groups = Columns(code, form, places, self.codes.zero), len(form.groups)
+        columns, groups = self._columns(places), len(form.groups)
         scale = columns.scalar(form.scale)
         minimum = None if form.minimum is None else columns.scalar(form.minimum)
         at = build.mul(i, code.number(4 * lanes * groups))

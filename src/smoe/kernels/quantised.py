@@ -22,7 +22,7 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from smoe.formats.base import Format, Group
-from smoe.kernels import byte_products, byte_rows, quantised_dots
+from smoe.kernels import byte_products, byte_rows, interleaving, quantised_dots
 from smoe.kernels.builder import Code
 from smoe.kernels.byte_layout import Layout
 from smoe.kernels.isa import Isa
@@ -67,23 +67,27 @@ def module_of(forms: Sequence[Format], isa: Isa) -> str:
 
 
 def byte_names(form: Format) -> list[str]:
-    """Return the names of the functions for rows in 8 bits: for rounding, for the gate with rounding, and for
-    products."""
+    """Return the names of the functions for rows in 8 bits: for rounding, for the gate with rounding, for products, and
+    for dequantizing rows of the matrix. If rows are interleaved, the last one interleaves them."""
     layout = Layout.of(form)
     return [
         byte_rows.function_name(layout),
         byte_rows.gated_function_name(layout),
         byte_products.function_name(form),
+        interleaving.function_name(form) if form.rows > 1 else unpack_name(form),
     ]
 
 
 def byte_module_of(form: Format, isa: Isa) -> str:
-    """Return the LLVM text of the functions in `byte_names` and of `unpack_F`."""
+    """Return the LLVM text of the functions in `byte_names`."""
     module = ir.Module()
     byte_rows.add_function(module, isa, form, _ARGUMENTS)
     byte_rows.add_gated_function(module, isa, form, _ARGUMENTS)
     byte_products.add_function(module, isa, form, _ARGUMENTS)
-    _unpack(module, isa, form)
+    if form.rows > 1:
+        interleaving.add_function(module, isa, form, _ARGUMENTS)
+    else:
+        _unpack(module, isa, form)
     return _text(module, isa)
 
 

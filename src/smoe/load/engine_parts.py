@@ -12,8 +12,10 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.bounds import DEFAULT_PREFETCH_DEPTH
+from smoe.compute.expert_math import ExpertMath
 from smoe.compute.experts import Experts
 from smoe.compute.host_experts import HostExperts
+from smoe.compute.interleaved_slots import InterleavedSlots
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError, UnsupportedModelError
 from smoe.expert import EXACT
@@ -32,7 +34,7 @@ from smoe.memory.emulation import Emulation
 from smoe.memory.expert_files import DiskReader
 from smoe.memory.host import HostTier
 from smoe.memory.link import CudaLink, EmulatedLink, Link
-from smoe.memory.movers import Filler, HostMover, SlotMover
+from smoe.memory.movers import Arrange, Filler, HostMover, SlotMover
 from smoe.memory.pacing import Pacing
 from smoe.memory.page_lock import CudaRegistry
 from smoe.memory.reading_threads import Mover, Transfers
@@ -104,7 +106,9 @@ def open_parts(
     rules = scoring_rules(model, spec) if config.needs_scores else {}
     predictors = _predictors(model, divided, rules, draft, arena.device)
     table = SlotTable(*ledger.pools)
-    tiers = make_tiers(resolved.stores, arena, table, ledger.demand.all_classes, config, pacing, on_host_tier)
+    maths = _maths(model, resolved, divided, arena, pacing)
+    arrange = InterleavedSlots(maths, activations_of(config, spec.dtype.torch, arena.device))
+    tiers = make_tiers(resolved.stores, arena, table, ledger.demand.all_classes, config, pacing, on_host_tier, arrange)
     transfers = Transfers(tiers.mover, reading_threads(config), pacing.now)
     made.callback(transfers.close)
     host = _host_experts(model, resolved, divided, tiers, pacing)
@@ -113,7 +117,7 @@ def open_parts(
         if is_native(spec, config, arena.device) and not pacing.is_emulated:
             # an emulated device is timed with torch's products (docs/log/device.md)
             host.multiply_by(SpinningPool(_host_threads(pacing), in_own_order=not is_supported()))
-    arithmetic = _proven_arithmetic(model, resolved, divided, table, transfers, arena, made)
+    arithmetic = _proven_arithmetic(model, resolved, divided, maths, table, transfers, arena, made)
     return EngineParts(model, arena, table, pacing, tiers, transfers, host, arithmetic, rules, predictors, draft)
 
 
@@ -149,10 +153,25 @@ def _host_threads(pacing: Pacing) -> int:
     return 1 if pacing.is_emulated else torch.get_num_threads()
 
 
+def _maths(
+    model: PreTrainedModel, resolved: Resolved, divided: Divided, arena: Arena, pacing: Pacing
+) -> dict[tuple[int, int], ExpertMath]:
+    """Return the arithmetic of the experts in the arena's slots, by (layer, format), before kernels are chosen."""
+    spec, config = divided.spec, divided.config
+    activations = activations_of(config, spec.dtype.torch, arena.device)
+    may_interleave = is_native(spec, config, arena.device) and arena.device.type == "cpu" and not pacing.is_emulated
+    return {
+        (layer, form): math
+        for form, store in resolved.stores.items()
+        for layer, math in experts_math(model, spec, store, activations, may_interleave).items()
+    }
+
+
 def _proven_arithmetic(
     model: PreTrainedModel,
     resolved: Resolved,
     divided: Divided,
+    maths: Mapping[tuple[int, int], ExpertMath],
     table: SlotTable,
     transfers: Transfers,
     arena: Arena,
@@ -161,12 +180,6 @@ def _proven_arithmetic(
     """Compare experts with transformers' own, for every distinct layout and format, and then choose the kernels. Return
     the chosen arithmetic. The comparison loads experts into the slots; afterwards the slots are empty."""
     spec, config, stores = divided.spec, divided.config, resolved.stores
-    activations = activations_of(config, spec.dtype.torch, arena.device)
-    maths = {
-        (layer, form): math
-        for form, of in stores.items()
-        for layer, math in experts_math(model, spec, of, activations).items()
-    }
     arrivals = Arrivals(
         stores=stores, table=table, eviction=LRU(), transfers=transfers, arena=arena, math=maths, clock=perf_counter
     )
@@ -225,9 +238,10 @@ def make_tiers(
     config: EngineConfig,
     pacing: Pacing,
     on_host_tier: Callable[[int], None] | None,
+    arrange: Arrange,
 ) -> Tiers:
     """Return the memory tiers: a host tier and a link for a device with its own memory; for a CPU, reads directly into
-    slots.
+    slots, where `arrange` is called with each expert.
 
     `stores` is by format; `classes` are the slot classes of the ledger, of all formats. `on_host_tier` is called with
     the bytes of host memory that will be allocated and locked for a GPU.
@@ -236,7 +250,7 @@ def make_tiers(
     total_bytes = sum(store.total_bytes for store in stores.values())
     if arena.device.type == "cpu" and not pacing.is_emulated:
         reader = DiskReader(reads_directly(config, total_bytes, free - arena.nbytes))
-        filler = Filler(stores, reader)
+        filler = Filler(stores, reader, arrange)
         return Tiers(SlotMover(filler, reader, arena), filler)
     budget = config.host_memory_bytes if config.host_memory_bytes is not None else less_margin(free)
     # two for each reading thread (a demand load within a prefetch), and one for the CPU

@@ -21,10 +21,10 @@ from smoe.models.spec import ModelSpec
 
 
 def experts_math(
-    model: PreTrainedModel, spec: ModelSpec, store: ExpertStore, activations: str
+    model: PreTrainedModel, spec: ModelSpec, store: ExpertStore, activations: str, may_interleave: bool = False
 ) -> dict[int, ExpertMath]:
     """Return the arithmetic of each layer's experts, by layer. It is made from the experts modules of `model`, which
-    may have no weights."""
+    may have no weights. `may_interleave`: see `QuantisedMath`."""
     modules = dict(model.named_modules())
     if not isinstance(store, QuantisedStore):
         parts = {layer: experts.parts for layer, experts in store.layers.items()}
@@ -38,6 +38,7 @@ def experts_math(
             store.matrices(site.layer),
             tile,
             activations,
+            may_interleave=may_interleave,
         )
         for site in spec.sites
     }

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from smoe.memory.link import Link
 
 
+Arrange = Callable[[ExpertKey, SlotLayout, memoryview], None]
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype for a dtype's name in safetensors files."""
     from smoe.memory.torch_dtypes import TORCH
@@ -37,9 +40,13 @@ class Filler:
     would hide.
     """
 
-    def __init__(self, stores: Mapping[int, ExpertStore], reader: DiskReader) -> None:
-        """`stores`: the expert stores, by format (EXACT, LOW)."""
+    def __init__(
+        self, stores: Mapping[int, ExpertStore], reader: DiskReader, arrange: Arrange = lambda *_: None
+    ) -> None:
+        """`stores`: the expert stores, by format (EXACT, LOW). `arrange` is called with every expert that was read, and
+        may change its layout in the buffer."""
         self._stores = stores
+        self._arrange = arrange
         self._reader = reader
         self._idle: deque[Arena] = deque()
         self._seen: set[ExpertKey] = set()
@@ -65,6 +72,7 @@ class Filler:
         if key not in self._seen:
             store.check_finite(layer, expert, placement, buffer)
             self._seen.add(key)
+        self._arrange(key, placement, buffer)
         return came
 
     def _read(self, placement: SlotLayout, buffer: memoryview, between: Callable[[], None] | None) -> int:

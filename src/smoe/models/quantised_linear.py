@@ -17,7 +17,8 @@ from torch.nn import functional
 from smoe.bounds import BF16
 from smoe.errors import CheckpointError
 from smoe.formats.base import Format
-from smoe.kernels.matrix import Matrix, products_of
+from smoe.formats.interleaved import as_in_file, in_rows
+from smoe.kernels.matrix import Matrix, in_memory, interleave, products_of
 from smoe.kernels.quantised_work import MOST_BYTE_ROWS, Target, most_quantised_rows
 from smoe.kernels.rows import MOST_ROWS
 from smoe.kernels.spinning_pool import SpinningPool
@@ -52,23 +53,24 @@ class QuantisedWeight(nn.Module):
         self.pool, self.activations = pool, activations
 
     def numbers(self, begin: int, end: int) -> torch.Tensor:
-        """Return the rows `begin` to `end` - 1 of the matrix, dequantized to the model's dtype."""
-        codes = self.codes[begin:end]
+        """Return the rows `begin` to `end` - 1 of the matrix, dequantized to the model's dtype. If rows are
+        interleaved, both must be multiples of `form.rows`."""
+        form, codes = self.form, self.codes[begin:end]
+        if form.rows > 1:
+            form, codes = as_in_file(form), torch.from_numpy(in_rows(form, codes.numpy()))
         if self.pool is None:
-            return unpacked(self.form, codes, self.dtype)
+            return unpacked(form, codes, self.dtype)
         out = torch.empty(end - begin, self.shape[1], dtype=self.dtype)
-        self.pool.unpack([(self._matrix(begin, end), out.data_ptr())])
+        matrix = Matrix(codes.data_ptr(), end - begin, self.shape[1], products_of(form, self.activations))
+        self.pool.unpack([(matrix, out.data_ptr())])
         return out
 
     def pieces(self) -> Iterator[tuple[int, int]]:
         """Yield ranges (begin, end) of outputs with at most `PIECE_ELEMENTS` elements each."""
-        step = max(1, PIECE_ELEMENTS // self.shape[1])
+        rows = self.form.rows
+        step = max(1, PIECE_ELEMENTS // self.shape[1] // rows) * rows
         for begin in range(0, self.shape[0], step):
             yield begin, min(begin + step, self.shape[0])
-
-    def _matrix(self, begin: int, end: int) -> Matrix:
-        address = self.codes.data_ptr() + begin * self.codes.shape[1]
-        return Matrix(address, end - begin, self.shape[1], products_of(self.form, self.activations))
 
 
 class QuantisedLinear(QuantisedWeight):
@@ -131,8 +133,20 @@ class QuantisedLinear(QuantisedWeight):
         """The whole matrix as an argument for products by the thread pool."""
         known = self._matrix_of.get(self.activations)
         if known is None or known.address != self.codes.data_ptr():
-            known = self._matrix_of[self.activations] = self._matrix(0, self.out_features)
+            products = products_of(self.form, self.activations)
+            known = Matrix(self.codes.data_ptr(), self.out_features, self.in_features, products)
+            self._matrix_of[self.activations] = known
         return known
+
+    def interleave(self) -> None:
+        """Interleave the rows of the matrix in memory where products gain from it (`kernels/interleaving.py`). No other
+        layer may use the same codes."""
+        form = in_memory(self.form, self.out_features, self.activations)
+        if form.rows == self.form.rows or not self.has_byte_products:
+            return
+        self.form = form
+        self._matrix_of.clear()
+        interleave(form, self.matrix)
 
     def _by_codes(self, rows: torch.Tensor) -> torch.Tensor:
         assert self.pool is not None
@@ -213,7 +227,9 @@ class QuantisedEmbedding(QuantisedWeight):
         if self.pool is None or len(ids) > MOST_ROWS:
             return unpacked(self.form, self.codes[ids], self.dtype).view(*input.shape, self.embedding_dim)
         out = torch.empty(len(ids), self.embedding_dim, dtype=self.dtype)
-        self.pool.unpack([(self._matrix(n, n + 1), to.data_ptr()) for n, to in zip(ids.tolist(), out, strict=True)])
+        products = products_of(self.form, self.activations)
+        rows = [Matrix(self.codes[n].data_ptr(), 1, self.embedding_dim, products) for n in ids.tolist()]
+        self.pool.unpack([(row, to.data_ptr()) for row, to in zip(rows, out, strict=True)])
         return out.view(*input.shape, self.embedding_dim)
 
 
