@@ -30,7 +30,8 @@ class Isa:
     """Whether both operands of byte products may be signed; otherwise codes are unsigned where possible."""
 
     interleaves: bool = False
-    """Whether products with rows in 8 bits are faster on interleaved rows of a matrix (`interleaving.py`)."""
+    """Whether products with rows in 8 bits were found to be faster on interleaved rows of a matrix (`interleaving.py`).
+    NEON has not been measured."""
 
     family: str = X86
 
@@ -51,12 +52,12 @@ class Isa:
 
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "f16c")
 AVX512_BF16 = Isa("AVX-512 BF16", 16, 32, (*_AVX512, "avx512bf16"), has_bf16_dots=True)
-AVX512 = Isa("AVX-512", 16, 32, _AVX512)
+AVX512 = Isa("AVX-512", 16, 32, _AVX512, interleaves=True)
 AVX2 = Isa("AVX2", 8, 16, ("avx2", "fma", "f16c"), interleaves=True)
 NEON = Isa("NEON", 8, 16, ("neon",), has_signed_bytes=True, family=AARCH64)
 ISAS = (AVX512_BF16, AVX512, AVX2, NEON)
 """The instruction sets for kernels. Within each family the widest is first."""
-AVX512_VNNI = Isa("AVX-512 VNNI", 16, 32, (*_AVX512, "avx512vnni"), has_int8_dots=True)
+AVX512_VNNI = Isa("AVX-512 VNNI", 16, 32, (*_AVX512, "avx512vnni"), has_int8_dots=True, interleaves=True)
 AVX2_VNNI = Isa("AVX-VNNI", 8, 16, (*AVX2.needs, "avxvnni"), has_int8_dots=True, interleaves=True)
 NEON_DOTPROD = Isa("NEON with dot products", 8, 16, (*NEON.needs, "dotprod"), has_int8_dots=True,
                    has_signed_bytes=True, family=AARCH64)  # fmt: skip

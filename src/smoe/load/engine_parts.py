@@ -37,6 +37,7 @@ from smoe.memory.link import CudaLink, EmulatedLink, Link
 from smoe.memory.movers import Arrange, Filler, HostMover, SlotMover
 from smoe.memory.pacing import Pacing
 from smoe.memory.page_lock import CudaRegistry
+from smoe.memory.quantised_store import QuantisedStore
 from smoe.memory.reading_threads import Mover, Transfers
 from smoe.memory.store import ExpertStore
 from smoe.memory.streams import CudaStreams
@@ -107,7 +108,9 @@ def open_parts(
     predictors = _predictors(model, divided, rules, draft, arena.device)
     table = SlotTable(*ledger.pools)
     maths = _maths(model, resolved, divided, arena, pacing)
-    arrange = InterleavedSlots(maths, activations_of(config, spec.dtype.torch, arena.device))
+    is_quantised = any(isinstance(store, QuantisedStore) for store in resolved.stores.values())
+    activations = activations_of(config, spec.dtype.torch, arena.device)
+    arrange = InterleavedSlots(maths, activations) if is_quantised else None
     tiers = make_tiers(resolved.stores, arena, table, ledger.demand.all_classes, config, pacing, on_host_tier, arrange)
     transfers = Transfers(tiers.mover, reading_threads(config), pacing.now)
     made.callback(transfers.close)
@@ -238,10 +241,10 @@ def make_tiers(
     config: EngineConfig,
     pacing: Pacing,
     on_host_tier: Callable[[int], None] | None,
-    arrange: Arrange,
+    arrange: Arrange | None,
 ) -> Tiers:
     """Return the memory tiers: a host tier and a link for a device with its own memory; for a CPU, reads directly into
-    slots, where `arrange` is called with each expert.
+    slots, where `arrange` is called with each expert unless it is None.
 
     `stores` is by format; `classes` are the slot classes of the ledger, of all formats. `on_host_tier` is called with
     the bytes of host memory that will be allocated and locked for a GPU.

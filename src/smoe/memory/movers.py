@@ -40,11 +40,9 @@ class Filler:
     would hide.
     """
 
-    def __init__(
-        self, stores: Mapping[int, ExpertStore], reader: DiskReader, arrange: Arrange = lambda *_: None
-    ) -> None:
+    def __init__(self, stores: Mapping[int, ExpertStore], reader: DiskReader, arrange: Arrange | None = None) -> None:
         """`stores`: the expert stores, by format (EXACT, LOW). `arrange` is called with every expert that was read, and
-        may change its layout in the buffer."""
+        may change its layout in the buffer; None: the layout stays that of the file."""
         self._stores = stores
         self._arrange = arrange
         self._reader = reader
@@ -72,7 +70,8 @@ class Filler:
         if key not in self._seen:
             store.check_finite(layer, expert, placement, buffer)
             self._seen.add(key)
-        self._arrange(key, placement, buffer)
+        if self._arrange is not None:
+            self._arrange(key, placement, buffer)
         return came
 
     def _read(self, placement: SlotLayout, buffer: memoryview, between: Callable[[], None] | None) -> int:

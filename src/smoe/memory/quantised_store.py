@@ -1,4 +1,5 @@
-"""Locates experts that are stored in quantized formats. Their blocks are read into slots unchanged.
+"""Locates experts that are stored in quantized formats. Their blocks are read into slots unchanged; on a CPU, rows may
+be interleaved afterwards (`compute/interleaved_slots.py`).
 
 In most files a tensor has one matrix of all experts of a layer, and an expert consists of three byte ranges:
 
