@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm,
 from smoe.fastpath import norm
 from smoe.fastpath.norm import MOST_NUMBERS, agrees, speed_up
 from smoe.kernels import norm as kernel
+from smoe.kernels import norm_code
 from smoe.kernels.norm import normed
 from tests import oracle, promised
 
@@ -286,33 +288,39 @@ def test_each_is_judged_by_itself() -> None:
 
 
 def two_accumulators(patch: pytest.MonkeyPatch) -> str:
-    patch.setattr(kernel, "_ACCUMULATORS", 2)
-    patch.setattr(kernel, "_TOGETHER", 16)
+    patch.setattr(norm_code, "_ACCUMULATORS", 2)
+    patch.setattr(norm_code, "_TOGETHER", 16)
     return kernel.source()
 
 
 def longer_rounds(patch: pytest.MonkeyPatch) -> str:
-    patch.setattr(kernel, "_ROUND", 32)
+    patch.setattr(norm_code, "_ROUND", 32)
     return kernel.source()
 
 
 def wider_registers(patch: pytest.MonkeyPatch) -> str:
-    patch.setattr(kernel, "_SUM_LANES", 16)
-    patch.setattr(kernel, "_TOGETHER", 64)
+    patch.setattr(norm_code, "_SUM_LANES", 16)
+    patch.setattr(norm_code, "_TOGETHER", 64)
     return kernel.source()
 
 
 def lanes_by_halves(patch: pytest.MonkeyPatch) -> str:
-    return kernel.source().replace("= call float @llvm.vector.reduce", "= call reassoc float @llvm.vector.reduce")
+    return kernel.source().replace('= call float @"llvm.vector.reduce', '= call reassoc float @"llvm.vector.reduce')
 
 
 def last_accumulator_first(patch: pytest.MonkeyPatch) -> str:
-    return kernel.source().replace("%first, %sum1", "%first, %sum3").replace("%total2, %sum3", "%total2, %sum1")
+    right = norm_code._summed
+    patch.setattr(norm_code, "_summed", lambda code, total, others: right(code, total, [*reversed(others)]))
+    return kernel.source()
 
 
 def reciprocal_of_the_size(patch: pytest.MonkeyPatch) -> str:
-    text = "%part = fdiv float 1.0, %count\n  %mean = fmul float %sum, %part"
-    return kernel.source().replace("%mean = fdiv float %sum, %count", text)
+    def mean(code: Any, total: Any, count: Any) -> Any:
+        one = norm_code.copies(norm_code.FLOAT, 1.0)
+        return code.build.fmul(total, code.build.fdiv(one, code.build.sitofp(count, norm_code.FLOAT)))
+
+    patch.setattr(norm_code, "_mean", mean)
+    return kernel.source()
 
 
 WRONG = [

@@ -9,7 +9,7 @@ import functools
 
 from llvmlite import ir
 
-from smoe.kernels.builder import Code
+from smoe.kernels.builder import Code, text_of
 from smoe.kernels.isa import Isa
 from smoe.kernels.kinds import FLOAT, HALF_WORD, LONG, POINTER, Value
 
@@ -29,9 +29,7 @@ def module_of(isa: Isa) -> str:
     rows = code.load(LONG, given)
     code.loop(code.number(0), rows, 1, [], functools.partial(_row, code, given, gains, begin, end))
     code.end()
-    lines = str(module).splitlines()
-    defined = [f"{line} #0" if line.startswith("define ") else line for line in lines if "target " not in line]
-    return "\n".join([*defined, f"attributes #0 = {{ {isa.attributes} }}", ""])
+    return text_of(module, isa.attributes)
 
 
 def _row(code: Code, given: Value, gains: Value, begin: Value, end: Value, n: Value, _: list[Value]) -> list[Value]:

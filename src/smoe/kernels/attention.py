@@ -23,23 +23,20 @@ import struct
 
 import torch
 
-from smoe.kernels import scores, softmax, weighted_values
 from smoe.kernels.jit import Source, address_of, compile_functions
-from smoe.kernels.registers import joined
 from smoe.kernels.spinning_pool import SpinningPool
-from smoe.kernels.tile import TILE
 
 BLOCK = 512
 """The number of keys in a block of the softmax."""
-_ROW = BLOCK + 16
-"""The number of floats for a head's scores. It is padded because whole registers are written."""
+TILE = 32
+"""The number of elements of a key or value that are loaded together."""
 _MOST_HEADS = 16
 """The largest number of query heads in a unit, the work that one thread takes at a time. Each head needs memory on the
 thread's stack."""
 _WAKING_PRODUCTS = 1 << 21
 """The number of multiplications below which one thread is faster than waking others that sleep."""
-_FIELDS = ("query", "keys", "values", "out", "query_head", "key_head", "key_row", "value_head", "value_row", "count",
-           "size", "group", "splits", "scale", "exp", "sums")  # fmt: skip
+FIELDS = ("query", "keys", "values", "out", "query_head", "key_head", "key_row", "value_head", "value_row", "count",
+          "size", "group", "splits", "scale", "exp", "sums")  # fmt: skip
 """The arguments of the kernel, as words of 8 bytes. In this order: the addresses of query, keys, values and output; the
 distances in elements between heads and between keys; the number of keys; the head size; query heads per unit; units per
 key head; the scale (a float32's bits); the addresses of expf and of `sums`."""
@@ -79,7 +76,7 @@ def attend(
         *(query.stride(1), keys.stride(1), keys.stride(2), values.stride(1), values.stride(2)),
         *(count, size, group, shared // group, scale_bits, exp, sums.data_ptr()),
     )
-    assert len(fields) == len(_FIELDS), f"{len(fields)} fields of {len(_FIELDS)}"
+    assert len(fields) == len(FIELDS), f"{len(fields)} fields of {len(FIELDS)}"
     pool.share(compute, fields, heads // group, is_long=heads * count * size >= _WAKING_PRODUCTS)
     return out, sums
 
@@ -113,118 +110,6 @@ def functions() -> tuple[int, int]:
 
 def source() -> str:
     """Return the LLVM text of the kernel. Its function `attention(fields, unit)` computes the query heads of a unit."""
-    return f"""
-declare i64 @llvm.smin.i64(i64, i64)
-declare <16 x float> @llvm.fma.v16f32(<16 x float>, <16 x float>, <16 x float>)
-declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
-{_attention()}
-{_CLEAR}
-{scores.source(_ROW)}
-{softmax.source()}
-{weighted_values.source(_ROW)}
-"""
+    from smoe.kernels.attention_code import module_of
 
-
-def _attention() -> str:
-    """Return the LLVM text of the kernel's main function: a loop over blocks of 512 keys, with temporary memory on the
-    stack."""
-    loads = [
-        f"  %{name}.at = getelementptr i64, ptr %fields, i64 {n}\n  %{name} = load i64, ptr %{name}.at"
-        for n, name in enumerate(_FIELDS)
-    ]
-    return f"""
-define void @attention(ptr %fields, i64 %unit) #1 {{
-entry:
-{joined(loads)}
-  %expf = inttoptr i64 %exp to ptr
-  %scale.bits = trunc i64 %scale to i32
-  %scale.f = bitcast i32 %scale.bits to float
-{_own_part()}
-  call void @spread(ptr %queries, ptr %q, i64 %query_head, i64 %size, i64 %group)
-  call void @clear(ptr %totals, i64 %numbers)
-  call void @clear(ptr %pairs, i64 %pairs.count)
-  br label %block
-block:
-  %b = phi i64 [0, %entry], [%b.next, %weigh]
-  %b.next = add i64 %b, {BLOCK}
-  %b.end = call i64 @llvm.smin.i64(i64 %b.next, i64 %count)
-  %n = sub i64 %b.end, %b
-  %k.from = mul i64 %b, %key_row
-  %k.block = getelementptr i16, ptr %k, i64 %k.from
-  %v.from = mul i64 %b, %value_row
-  %v.block = getelementptr i16, ptr %v, i64 %v.from
-  call void @scores(ptr %queries, ptr %k.block, i64 %key_row, i64 %n, i64 %size, i64 %group, ptr %pairs, ptr %s)
-  %is.first = icmp eq i64 %b, 0
-  br label %head
-head:
-  %h = phi i64 [0, %block], [%h.next, %head]
-  %s.offset = mul i64 %h, {_ROW}
-  %s.head = getelementptr float, ptr %s, i64 %s.offset
-  %totals.offset = mul i64 %h, %size
-  %totals.head = getelementptr float, ptr %totals, i64 %totals.offset
-  %state.offset = mul i64 %h, 2
-  %state.head = getelementptr float, ptr %state, i64 %state.offset
-  call void @softmax(ptr %s.head, i64 %n, float %scale.f, i1 %is.first, ptr %state.head, ptr %totals.head, i64 %size,
-                     ptr %expf)
-  %h.next = add i64 %h, 1
-  %h.more = icmp slt i64 %h.next, %group
-  br i1 %h.more, label %head, label %weigh
-weigh:
-  call void @weigh(ptr %s, ptr %v.block, i64 %value_row, i64 %n, i64 %size, i64 %group, ptr %totals)
-  %b.more = icmp slt i64 %b.next, %count
-  br i1 %b.more, label %block, label %done
-done:
-  call void @finish(ptr %o, ptr %totals, ptr %state, i64 %size, i64 %group)
-  ret void
-}}
-attributes #1 = {{ noinline nounwind "prefer-vector-width"="512" "min-legal-vector-width"="512" }}
-"""
-
-
-_CLEAR = """
-define internal void @clear(ptr %floats, i64 %count) #1 {
-entry:
-  br label %register
-register:
-  %n = phi i64 [0, %entry], [%n.next, %register]
-  %at = getelementptr float, ptr %floats, i64 %n
-  store <16 x float> zeroinitializer, ptr %at, align 64
-  %n.next = add i64 %n, 16
-  %more = icmp slt i64 %n.next, %count
-  br i1 %more, label %register, label %done
-done:
-  ret void
-}
-"""
-"""The LLVM text of a function that sets a multiple of 16 float32 numbers to zero. The C library's memset is not used,
-because its address changes between processes."""
-
-
-def _own_part() -> str:
-    """Return LLVM text that computes the addresses of the query heads, keys, values, outputs and sums of one unit of
-    work, and allocates temporary memory for the unit."""
-    return f"""\
-  %first = mul i64 %unit, %group
-  %kv = sdiv i64 %unit, %splits
-  %q.offset = mul i64 %first, %query_head
-  %q.base = inttoptr i64 %query to ptr
-  %q = getelementptr i16, ptr %q.base, i64 %q.offset
-  %k.offset = mul i64 %kv, %key_head
-  %k.base = inttoptr i64 %keys to ptr
-  %k = getelementptr i16, ptr %k.base, i64 %k.offset
-  %v.offset = mul i64 %kv, %value_head
-  %v.base = inttoptr i64 %values to ptr
-  %v = getelementptr i16, ptr %v.base, i64 %v.offset
-  %o.offset = mul i64 %first, %size
-  %o.base = inttoptr i64 %out to ptr
-  %o = getelementptr i16, ptr %o.base, i64 %o.offset
-  %numbers = mul i64 %group, %size
-  %pairs.count = mul i64 %group, 32
-  %rows = mul i64 %group, {_ROW}
-  %queries = alloca float, i64 %numbers, align 64
-  %totals = alloca float, i64 %numbers, align 64
-  %pairs = alloca float, i64 %pairs.count, align 64
-  %s = alloca float, i64 %rows, align 64
-  %state.base = inttoptr i64 %sums to ptr
-  %state.first = mul i64 %first, 2
-  %state = getelementptr float, ptr %state.base, i64 %state.first"""
+    return module_of()

@@ -1,58 +1,67 @@
-"""Generates machine code from Python: a thin layer over llvmlite's builder, in which loops and registers are Python
-values.
+"""Generates machine code from Python: a thin layer over llvmlite's builder, in which registers are Python values.
 
-A function is built by calling methods in the order of the computation. The body of a loop is a Python function that
-takes the carried values of one iteration and returns those of the next:
-
-    total = code.loop(zero, columns, 16, [code.zeros], lambda k, carried: [code.fma(..., carried[0])])
+A function (`function.py`) is built by calling methods in the order of the computation.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
 
 from smoe.cpu_isa import AARCH64
 from smoe.kernels import neon, x86
+from smoe.kernels.function import BuiltFunction, integer
 from smoe.kernels.isa import Isa, read_once_locality
 from smoe.kernels.kinds import BYTE, FLOAT, HALF_WORD, LONG, POINTER, WORD, Value
 
 
 @functools.lru_cache(maxsize=4096)
-def _integer(kind: ir.Type, value: int) -> Value:
-    """Return a constant integer. Constants are shared, because a kernel needs each of a few values thousands of times,
-    and llvmlite would make an object and a text of each."""
-    return ir.Constant(kind, value)
-
-
-@functools.lru_cache(maxsize=4096)
 def _integers(kind: ir.Type, values: tuple[int, ...]) -> Value:
     """Return a constant register of integers."""
-    return ir.Constant(ir.VectorType(kind, len(values)), [_integer(kind, value) for value in values])
+    return ir.Constant(ir.VectorType(kind, len(values)), [integer(kind, value) for value in values])
 
 
-class Code:
+def text_of(module: ir.Module, attributes: str) -> str:
+    """Return the LLVM text of a module, in which all functions have the attributes `attributes`."""
+    lines = [line for line in str(module).splitlines() if not line.startswith("target ")]
+    defined = [f"{line} #0" if line.startswith("define ") else line for line in lines]
+    return "\n".join([*defined, f"attributes #0 = {{ {attributes} }}", ""])
+
+
+def shaped(kind: ir.Type, like: ir.Type) -> ir.Type:
+    """Return the type `kind` if `like` is the type of a number, or the type of a register with as many numbers as a
+    register of the type `like`."""
+    return ir.VectorType(kind, like.count) if isinstance(like, ir.VectorType) else kind
+
+
+def copies(kind: ir.Type, value: float) -> Value:
+    """Return a constant of the type `kind`: a number, or a register with copies of it."""
+    if not isinstance(kind, ir.VectorType):
+        return ir.Constant(kind, value)
+    return ir.Constant(kind, [ir.Constant(kind.element, value)] * kind.count)
+
+
+class Code(BuiltFunction):
     """A function of machine code that is being built. Addresses are byte pointers, and offsets are in bytes. A register
     [n] is a vector of n numbers."""
 
-    def __init__(self, module: ir.Module, isa: Isa, name: str, arguments: Sequence[str]) -> None:
-        """`arguments`: the names of the function's arguments. Names that begin with `*` are pointers, others are 64-bit
-        integers."""
-        types = [POINTER if argument.startswith("*") else LONG for argument in arguments]
-        self.function = ir.Function(module, ir.FunctionType(ir.VoidType(), types), name)
-        self.arguments: list[Value] = list(self.function.args)
+    def __init__(
+        self,
+        module: ir.Module,
+        isa: Isa,
+        name: str,
+        arguments: Sequence[str],
+        is_local: bool = False,
+        returns: ir.Type | None = None,
+    ) -> None:
+        """All arguments but `isa` are those of `BuiltFunction`."""
+        super().__init__(module, name, arguments, is_local, returns)
         self.isa = isa
         self._own: Any = neon if isa.family == AARCH64 else x86
-        self.build = ir.IRBuilder(self.function.append_basic_block("entry"))
-        self._module = module
         self._nowhere: Value = None
-
-    def number(self, value: int) -> Value:
-        """Return a 64-bit integer as a constant of the generated code."""
-        return _integer(LONG, value)
 
     def reals(self, value: float, lanes: int | None = None) -> Value:
         """Return a constant register with `lanes` copies of a float32."""
@@ -76,8 +85,11 @@ class Code:
 
     def at(self, pointer: Value, offset: Value | int) -> Value:
         """Return the address that is `offset` bytes after `pointer`."""
-        offset = self.number(offset) if isinstance(offset, int) else offset
-        return self.build.gep(pointer, [offset], source_etype=BYTE)
+        return self.build.gep(pointer, [self.number(offset)], source_etype=BYTE)
+
+    def element(self, pointer: Value, kind: ir.Type, index: Value | int) -> Value:
+        """Return the address of element `index` of an array of numbers of the type `kind`."""
+        return self.build.gep(pointer, [self.number(index)], source_etype=kind)
 
     def load(self, kind: ir.Type, pointer: Value, align: int = 1) -> Value:
         """Return the value of the type `kind` that is stored at an address."""
@@ -86,9 +98,10 @@ class Code:
     def store(self, value: Value, pointer: Value, align: int = 1) -> None:
         self.build.store(value, pointer, align=align)
 
-    def scratch(self, nbytes: Value) -> Value:
-        """Return the address of `nbytes` bytes on the stack, aligned to a cache line."""
-        memory = self.build.alloca(BYTE, size=nbytes)
+    def scratch(self, count: Value, kind: ir.Type = BYTE) -> Value:
+        """Return the address of `count` bytes on the stack, or as many numbers of the type `kind`, aligned to a cache
+        line."""
+        memory = self.build.alloca(kind, size=count)
         memory.align = 64
         memory.type = POINTER  # LLVM no longer has typed pointers, which llvmlite still creates
         return memory
@@ -113,7 +126,7 @@ class Code:
         """Return a register with the values of the type `kind` that are stored at `addresses`."""
         found = ir.Constant(self.registers(kind, len(addresses)), ir.Undefined)
         for n, address in enumerate(addresses):
-            found = self.build.insert_element(found, self.load(kind, address), _integer(WORD, n))
+            found = self.build.insert_element(found, self.load(kind, address), integer(WORD, n))
         return found
 
     def looked_up_halves(self, table: Sequence[int], codes: Value) -> Value:
@@ -140,14 +153,29 @@ class Code:
         bit that of `numbers`, a clear bit that of `others`."""
         return self._own.where_set(self, word, numbers, others)
 
-    def call(self, name: str, arguments: Sequence[Value]) -> None:
-        """Add a call of a function that has been built already in the same module."""
-        self.build.call(self._module.globals[name], arguments)
+    def smaller(self, a: Value, b: Value) -> Value:
+        """Return the smaller one of two 64-bit integers."""
+        return self.intrinsic("llvm.smin.i64", ir.FunctionType(LONG, [LONG, LONG]), [a, b])
 
-    def intrinsic(self, name: str, kind: ir.FunctionType, arguments: Sequence[Value]) -> Value:
-        """Call an LLVM intrinsic, and return its result."""
-        known = self._module.globals.get(name) or ir.Function(self._module, kind, name)
-        return self.build.call(known, arguments)
+    def observed(self, pointer: Value) -> Value:
+        """Return the 64-bit integer at an address, read before all later reads of this thread."""
+        return self.build.load_atomic(pointer, "acquire", 8, typ=LONG)
+
+    def publish(self, value: Value, pointer: Value) -> None:
+        """Store a 64-bit integer at an address, after all earlier writes of this thread."""
+        block = self.build.block
+        self.build._insert(ir.instructions.StoreAtomicInstr(block, value, pointer, "seq_cst", 8))
+
+    def counted(self, pointer: Value) -> Value:
+        """Add one to the 64-bit integer at an address, after all earlier writes of this thread. Return the number
+        before."""
+        return self.build.atomic_rmw("add", pointer, self.number(1), "seq_cst")
+
+    def system_register(self, name: str) -> Value:
+        """Return the 64-bit integer in a register of the system."""
+        kind = ir.FunctionType(LONG, [ir.MetaDataType()])
+        node = self._module.add_metadata([ir.MetaDataString(self._module, name)])
+        return self.intrinsic("llvm.read_volatile_register.i64", kind, [node])
 
     def prefetch(self, pointer: Value, is_read_once: bool = False) -> None:
         """Prefetch a cache line into the second-level cache. An invalid address has no effect.
@@ -156,7 +184,7 @@ class Code:
         """
         kind = ir.FunctionType(ir.VoidType(), [POINTER, WORD, WORD, WORD])
         locality = read_once_locality() if is_read_once else 2
-        self.intrinsic("llvm.prefetch.p0", kind, [pointer, *(_integer(WORD, flag) for flag in (0, locality, 1))])
+        self.intrinsic("llvm.prefetch.p0", kind, [pointer, *(integer(WORD, flag) for flag in (0, locality, 1))])
 
     def pinned(self, register: Value) -> Value:
         """Return the register, and make LLVM compute it after the preceding prefetches and pinned registers and before
@@ -223,7 +251,7 @@ class Code:
     def splat(self, value: Value, lanes: int | None = None) -> Value:
         """Return a register in which every lane is a copy of the number `value`."""
         kind = self.registers(value.type, lanes)
-        one = self.build.insert_element(ir.Constant(kind, ir.Undefined), value, _integer(WORD, 0))
+        one = self.build.insert_element(ir.Constant(kind, ir.Undefined), value, integer(WORD, 0))
         return self.pick(one, [0] * kind.count)
 
     def lane(self, register: Value, n: int) -> Value:
@@ -233,6 +261,18 @@ class Code:
     def pick(self, register: Value, lanes: Sequence[int]) -> Value:
         """Return a register with the numbers of `register` at the indices `lanes`, in this order."""
         return self.build.shuffle_vector(register, ir.Constant(register.type, ir.Undefined), self.words(lanes))
+
+    def transposed(self, rows: Sequence[Value]) -> list[Value]:
+        """Return n registers of n numbers transposed. In each round, pairs of registers exchange halves."""
+        found, lanes, step = list(rows), len(rows), 1
+        while step < lanes:
+            for n in (n for n in range(lanes) if not n & step):
+                low, high = found[n], found[n + step]
+                for at, offset in ((n, 0), (n + step, step)):
+                    places = [offset + (lanes + lane - step if lane & step else lane) for lane in range(lanes)]
+                    found[at] = self.build.shuffle_vector(low, high, self.words(places))
+            step *= 2
+        return found
 
     def joined(self, registers: Sequence[Value]) -> Value:
         """Return the concatenation of one or two registers of equal size."""
@@ -247,13 +287,13 @@ class Code:
             half = register.type.count // 2
             low, high = range(half), range(half, 2 * half)
             register = self.build.fadd(self.pick(register, list(low)), self.pick(register, list(high)))
-        return self.build.extract_element(register, _integer(WORD, 0))
+        return self.build.extract_element(register, integer(WORD, 0))
 
     def widened(self, halves: Value) -> Value:
         """Return bf16 numbers, given as 16-bit integers, converted to float32."""
-        wide = self.build.zext(halves, self.registers(WORD, halves.type.count))
-        high = self.build.shl(wide, self.words([16] * halves.type.count))
-        return self.build.bitcast(high, self.registers(FLOAT, halves.type.count))
+        wide = self.build.zext(halves, shaped(WORD, halves.type))
+        high = self.build.shl(wide, copies(wide.type, 16))
+        return self.build.bitcast(high, shaped(FLOAT, halves.type))
 
     def even_and_odd(self, pairs: Value) -> tuple[Value, Value]:
         """Return pairs of bf16 numbers, given as 32-bit integers, as two float32 registers: the first numbers and the
@@ -273,48 +313,21 @@ class Code:
 
     def rounded(self, reals: Value) -> Value:
         """Return float32 numbers rounded to bf16, as 16-bit integers, ties to even. Every NaN becomes the same NaN."""
-        lanes = reals.type.count
-        kind = self.registers(WORD, lanes)
+        return self.halved(self.near(reals))
 
-        def all_of(value: int) -> Value:
-            return self.words([value] * lanes)
+    def near(self, reals: Value) -> Value:
+        """Return float32 numbers rounded to bf16, as float32, ties to even. Every NaN becomes the same NaN."""
+        bits = self.build.bitcast(reals, shaped(WORD, reals.type))
+        near, is_nan = self.near_bits(bits), self.build.fcmp_unordered("uno", reals, reals)
+        return self.build.bitcast(self.build.select(is_nan, copies(bits.type, 0x7FC00000), near), reals.type)
 
-        bits = self.build.bitcast(reals, kind)
-        odd = self.build.and_(self.build.lshr(bits, all_of(16)), all_of(1))
-        near = self.build.add(bits, self.build.add(odd, all_of(0x7FFF)))
-        is_nan = self.build.fcmp_unordered("uno", reals, reals)
-        safe = self.build.select(is_nan, all_of(0x7FC00000), near)
-        return self.build.trunc(self.build.lshr(safe, all_of(16)), self.registers(HALF_WORD, lanes))
+    def near_bits(self, bits: Value) -> Value:
+        """Return the bits of float32 numbers other than NaN rounded to bf16, ties to even. The lower half is zero."""
+        odd = self.build.and_(self.build.lshr(bits, copies(bits.type, 16)), copies(bits.type, 1))
+        up = self.build.add(bits, self.build.add(odd, copies(bits.type, 0x7FFF)))
+        return self.build.and_(up, copies(bits.type, -65536))
 
-    def loop(
-        self,
-        begin: Value,
-        end: Value,
-        step: int,
-        carried: Sequence[Value],
-        body: Callable[[Value, list[Value]], Sequence[Value]],
-    ) -> list[Value]:
-        """Build the loop `for index in range(begin, end, step)`, and return the carried values after it. `body(index,
-        carried)` returns the carried values of the next iteration."""
-        build, function = self.build, self.function
-        before = build.block
-        head, inside, after = (function.append_basic_block(name) for name in ("head", "inside", "after"))
-        build.branch(head)
-        build.position_at_end(head)
-        index = build.phi(LONG)
-        index.add_incoming(begin, before)
-        values = [build.phi(value.type) for value in carried]
-        for phi, value in zip(values, carried, strict=True):
-            phi.add_incoming(value, before)
-        build.cbranch(build.icmp_signed("<", index, end), inside, after)
-        build.position_at_end(inside)
-        following = list(body(index, list(values)))
-        index.add_incoming(build.add(index, self.number(step)), build.block)
-        for phi, value in zip(values, following, strict=True):
-            phi.add_incoming(value, build.block)
-        build.branch(head)
-        build.position_at_end(after)
-        return list(values)
-
-    def end(self) -> None:
-        self.build.ret_void()
+    def halved(self, reals: Value) -> Value:
+        """Return float32 numbers that are exact in bf16 as 16-bit integers."""
+        bits = self.build.bitcast(reals, shaped(WORD, reals.type))
+        return self.build.trunc(self.build.lshr(bits, copies(bits.type, 16)), shaped(HALF_WORD, reals.type))

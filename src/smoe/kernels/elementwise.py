@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from smoe.kernels.registers import as_bf16, broadcast, halved, widened
-
 if TYPE_CHECKING:
     import torch
 
@@ -53,82 +51,3 @@ def _all_numbers() -> torch.Tensor:
     import torch
 
     return torch.arange(_VALUES).to(torch.uint16).view(torch.bfloat16)
-
-
-def source() -> str:
-    """Return the LLVM text of `gate(wide, table, inner, I, begin, end)` and `combine(rows, gains, out, count, H, begin,
-    end)`.
-
-    Both compute the outputs from `begin` to `end` - 1; `combine` computes 16 at a time. They round with integer
-    arithmetic, because the conversion instruction flushes subnormal numbers to zero and torch does not.
-    """
-    return f"\n{_gate()}\n\n{_combine()}\n"
-
-
-def _gate() -> str:
-    return f"""\
-define internal void @gate(
-    ptr noalias %wide, ptr noalias %table, ptr noalias %inner, i64 %I, i64 %begin, i64 %end) {{
-entry:
-  br label %element
-element:
-  %i = phi i64 [%begin, %entry], [%i.next, %element]
-  %gate.at = getelementptr i16, ptr %wide, i64 %i
-  %gate.bits = load i16, ptr %gate.at, align 2
-  %gate = zext i16 %gate.bits to i64
-  %active.at = getelementptr i16, ptr %table, i64 %gate
-  %active.bits = load i16, ptr %active.at, align 2
-  %up.at = getelementptr i16, ptr %gate.at, i64 %I
-  %up.bits = load i16, ptr %up.at, align 2
-{widened("active.bits", "active", 1)}
-{widened("up.bits", "up", 1)}
-  %product = fmul float %active, %up
-{as_bf16("product", "near", 1)}
-{halved("near", "result", 1)}
-  %inner.at = getelementptr i16, ptr %inner, i64 %i
-  store i16 %result, ptr %inner.at, align 2
-  %i.next = add i64 %i, 1
-  %more = icmp slt i64 %i.next, %end
-  br i1 %more, label %element, label %done
-done:
-  ret void
-}}"""
-
-
-def _combine() -> str:
-    return f"""\
-define internal void @combine(
-    ptr noalias %rows, ptr noalias %gains, ptr noalias %out, i64 %count, i64 %H, i64 %begin, i64 %end) #0 {{
-entry:
-  br label %strip
-strip:
-  %i = phi i64 [%begin, %entry], [%i.next, %strip.end]
-  br label %row
-row:
-  %n = phi i64 [0, %strip], [%n.next, %row]
-  %sum = phi <{LANES} x float> [zeroinitializer, %strip], [%next, %row]
-  %row.begin = mul i64 %n, %H
-  %at = add i64 %row.begin, %i
-  %y.at = getelementptr i16, ptr %rows, i64 %at
-  %y.bits = load <{LANES} x i16>, ptr %y.at, align 2
-{widened("y.bits", "y", LANES)}
-  %gain.at = getelementptr float, ptr %gains, i64 %n
-  %gain.value = load float, ptr %gain.at
-{broadcast("gain", "%gain.value")}
-  %weighted = fmul <{LANES} x float> %y, %gain.all
-{as_bf16("weighted", "part", LANES)}
-  %total = fadd <{LANES} x float> %sum, %part
-{as_bf16("total", "next", LANES)}
-  %n.next = add i64 %n, 1
-  %n.more = icmp slt i64 %n.next, %count
-  br i1 %n.more, label %row, label %strip.end
-strip.end:
-{halved("next", "result", LANES)}
-  %out.at = getelementptr i16, ptr %out, i64 %i
-  store <{LANES} x i16> %result, ptr %out.at, align 2
-  %i.next = add i64 %i, {LANES}
-  %i.more = icmp slt i64 %i.next, %end
-  br i1 %i.more, label %strip, label %done
-done:
-  ret void
-}}"""

@@ -8,8 +8,8 @@ from llvmlite import ir
 
 Value: TypeAlias = Any
 """A number or register in generated code; llvmlite has no type annotations for them."""
-BYTE, HALF_WORD, WORD, LONG = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-HALF, FLOAT = ir.HalfType(), ir.FloatType()
+BIT, BYTE, HALF_WORD, WORD, LONG = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+HALF, FLOAT, DOUBLE = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 POINTER = ir.PointerType()
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
-from smoe.kernels.builder import Code
+from smoe.kernels.builder import Code, text_of
 from smoe.kernels.isa import Isa
 from smoe.kernels.kinds import FLOAT, HALF_WORD, POINTER, WORD, Value
 
@@ -44,9 +44,7 @@ def module_of(isa: Isa) -> str:
     module = ir.Module()
     for rows in (1, 2, 4):
         _products(module, isa, rows)
-    lines = [line for line in str(module).splitlines() if "target " not in line]
-    defined = [f"{line} #0" if line.startswith("define ") else line for line in lines]
-    return "\n".join([*defined, f"attributes #0 = {{ {isa.attributes} }}", ""])
+    return text_of(module, isa.attributes)
 
 
 def _products(module: ir.Module, isa: Isa, rows: int) -> None:

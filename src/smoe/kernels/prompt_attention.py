@@ -28,11 +28,11 @@ import struct
 
 import torch
 
+from smoe.kernels.attention import TILE
 from smoe.kernels.isa import Isa, widest
 from smoe.kernels.jit import Source, address_of, compile_functions
 from smoe.kernels.prompt_layout import FIELDS, LINE, NAME, PromptLayout
 from smoe.kernels.spinning_pool import SpinningPool
-from smoe.kernels.tile import TILE
 
 MOST_VECTORS = 3
 """The number of registers of rows in a block. Together with 8 keys (or 4) they make 24 (or 12) running sums, which fill

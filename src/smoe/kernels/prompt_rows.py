@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from llvmlite import ir
 
@@ -53,19 +53,6 @@ def register(code: Code, place: Value, n: int) -> Value:
 def put(code: Code, value: Value, place: Value, n: int) -> None:
     """Store a float32 register as number `n` of the registers at an address."""
     code.store(value, code.at(place, 4 * code.isa.lanes * n), 4 * code.isa.lanes)
-
-
-def _transposed(code: Code, rows: Sequence[Value]) -> list[Value]:
-    """Return n registers of n numbers transposed. In each round, pairs of registers exchange halves."""
-    found, lanes, step = list(rows), len(rows), 1
-    while step < lanes:
-        for n in (n for n in range(lanes) if not n & step):
-            low, high = found[n], found[n + step]
-            for at, offset in ((n, 0), (n + step, step)):
-                places = [offset + (lanes + lane - step if lane & step else lane) for lane in range(lanes)]
-                found[at] = code.build.shuffle_vector(low, high, code.words(places))
-        step *= 2
-    return found
 
 
 def first_rows(module: ir.Module, layout: PromptLayout) -> None:
@@ -145,7 +132,7 @@ def _queries(code: Code, layout: PromptLayout, block: Value, at: Value, d: Value
         else:
             words.append(code.widened(code.load(code.registers(HALF_WORD), place)))
     to = code.at(block, build.add(at, times(code, d, layout.line // layout.step)))
-    for n, column in enumerate(_transposed(code, words)):
+    for n, column in enumerate(code.transposed(words)):
         code.store(column, code.at(to, n * layout.line), 4 * lanes)
 
 
@@ -224,7 +211,7 @@ def last_rows(module: ir.Module, layout: PromptLayout) -> None:
         from_ = code.at(place, build.add(code.number(layout.outputs), times(code, d, layout.line)))
         columns = [build.fmul(register(code, code.at(from_, n * layout.line), 0), share) for n in range(lanes)]
         addresses = _row_addresses(code, layout, block, "out", at)
-        for to, row in zip(addresses, _transposed(code, columns), strict=True):
+        for to, row in zip(addresses, code.transposed(columns), strict=True):
             code.store(code.rounded(row), code.at(to, times(code, d, 2)), 2)
 
     _each_register(code, layout, lanes, some)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from smoe.kernels.builder import Code
+from smoe.kernels.builder import Code, text_of
 from smoe.kernels.isa import Isa
 from smoe.kernels.kinds import FLOAT, HALF_WORD, LONG, WORD, Value
 from smoe.kernels.prompt_layout import BLOCK, NAME, PromptLayout
@@ -53,9 +53,7 @@ def module_of(isa: Isa, size: int, vectors: int) -> str:
     module, layout = ir.Module(), PromptLayout(isa, size, vectors)
     for function in (first_rows, packed_keys, packed_values, _scores, _weights, _outputs, last_rows, _unit, _units):
         function(module, layout)
-    lines = str(module).splitlines()
-    defined = [f"{line} #0" if line.startswith("define ") else line for line in lines if "target " not in line]
-    return "\n".join([*defined, f"attributes #0 = {{ noinline {isa.attributes} }}", ""])
+    return text_of(module, f"noinline {isa.attributes}")
 
 
 def _larger(code: Code, a: Value, b: Value) -> Value:

@@ -23,7 +23,7 @@ from llvmlite import ir
 
 from smoe.formats.base import Format, Group
 from smoe.kernels import byte_products, byte_rows, interleaving, quantised_dots
-from smoe.kernels.builder import Code
+from smoe.kernels.builder import Code, text_of
 from smoe.kernels.byte_layout import Layout
 from smoe.kernels.isa import Isa
 from smoe.kernels.kinds import FLOAT, HALF_WORD, POINTER, Value
@@ -63,7 +63,7 @@ def module_of(forms: Sequence[Format], isa: Isa) -> str:
         for rows in (1, 2, 4):
             _products(module, isa, form, _way(isa, form), rows)
         _unpack(module, isa, form)
-    return _text(module, isa)
+    return text_of(module, isa.attributes)
 
 
 def byte_names(form: Format) -> list[str]:
@@ -88,13 +88,7 @@ def byte_module_of(form: Format, isa: Isa) -> str:
         interleaving.add_function(module, isa, form, _ARGUMENTS)
     else:
         _unpack(module, isa, form)
-    return _text(module, isa)
-
-
-def _text(module: ir.Module, isa: Isa) -> str:
-    lines = str(module).splitlines()
-    defined = [f"{line} #0" if line.startswith("define ") else line for line in lines if "target " not in line]
-    return "\n".join([*defined, f"attributes #0 = {{ {isa.attributes} }}", ""])
+    return text_of(module, isa.attributes)
 
 
 class _Way(NamedTuple):

@@ -22,7 +22,6 @@ from smoe.kernels.byte_layout import Layout
 from smoe.kernels.jit import Source, address_of, compile_functions
 from smoe.kernels.matrix import Matrix
 from smoe.kernels.quantised_work import LONE_UNIT
-from smoe.kernels.registers import as_bf16, halved, joined, widened
 from smoe.kernels.spinning_pool import UNIT, WAKING_WEIGHTS, Ahead, SpinningPool
 from smoe.kernels.token_router import TokenRouter
 
@@ -344,10 +343,10 @@ class _Tasks:
         return ctypes.addressof(self._lists) + 8 * first
 
 
-_NORM = ("x", "weight", "out", "size", "eps")
-_HEADS = ("cos", "sin", "key_place", "value_place", "key_head", "value_head", "q", "k", "v", "q_weight", "k_weight",
+NORM = ("x", "weight", "out", "size", "eps")
+HEADS = ("cos", "sin", "key_place", "value_place", "key_head", "value_head", "q", "k", "v", "q_weight", "k_weight",
           "q_eps", "k_eps", "size", "rotary", "group")  # fmt: skip
-_LAST = ("x", "after", "normed", "added", "weight", "size", "eps")
+LAST = ("x", "after", "normed", "added", "weight", "size", "eps")
 """The arguments of each function, as words of 8 bytes: addresses, numbers, and the bits of float32 numbers."""
 
 
@@ -360,7 +359,7 @@ class _Arguments:
         self.group = attention.group_of(shared, parts.heads, pool.threads)
         attend, self._exp = attention.functions()
         functions = (*_functions(), attend)
-        self._words = [(ctypes.c_int64 * count)() for count in (len(_NORM), len(_HEADS), len(_LAST), 16)]
+        self._words = [(ctypes.c_int64 * count)() for count in (len(NORM), len(HEADS), len(LAST), 16)]
         pairs = [(function, ctypes.addressof(words)) for function, words in zip(functions, self._words, strict=True)]
         self.norm, self.heads, self.last, self.attention = pairs
 
@@ -410,7 +409,7 @@ def _bits(number: float) -> int:
 
 @functools.cache
 def _functions() -> tuple[int, int, int]:
-    """Return the addresses of the functions with the arguments `_NORM`, `_HEADS` and `_LAST`, which are compiled once
+    """Return the addresses of the functions with the arguments `NORM`, `HEADS` and `LAST`, which are compiled once
     per process."""
     signature = (ctypes.c_void_p, ctypes.c_longlong)
     names = ("norm_row", "turn_heads", "add_and_norm")
@@ -420,187 +419,6 @@ def _functions() -> tuple[int, int, int]:
 
 def source() -> str:
     """Return the LLVM text of `norm_row`, `turn_heads` and `add_and_norm`. Each is called as f(arguments, unit)."""
-    return norm.source() + _norm_row() + _turn_heads() + _HEAD + _TURN + _add_and_norm()
+    from smoe.kernels.token_attention_code import module_of
 
-
-def _loads(names: Sequence[str]) -> str:
-    return joined(
-        f"  %{name}.at = getelementptr i64, ptr %arguments, i64 {n}\n  %{name} = load i64, ptr %{name}.at"
-        for n, name in enumerate(names)
-    )
-
-
-def _pointers(*names: str) -> str:
-    return joined(f"  %{name}.p = inttoptr i64 %{name} to ptr" for name in names)
-
-
-def _real(*names: str) -> str:
-    return joined(
-        f"  %{name}.low = trunc i64 %{name} to i32\n  %{name}.f = bitcast i32 %{name}.low to float" for name in names
-    )
-
-
-def _norm_row() -> str:
-    return f"""
-define void @norm_row(ptr %arguments, i64 %unit) #0 {{
-{_loads(_NORM)}
-{_pointers("x", "weight", "out")}
-{_real("eps")}
-  call void @rms_norm(ptr %x.p, ptr %weight.p, ptr %out.p, i64 1, i64 %size, float %eps.f)
-  ret void
-}}
-"""
-
-
-def _turn_heads() -> str:
-    """Return the LLVM text of a function that handles one key head of a token. It rotates the key and the query heads
-    that share it, and stores the key and the value in the KV cache."""
-    return f"""
-define void @turn_heads(ptr %arguments, i64 %unit) #0 {{
-entry:
-{_loads(_HEADS)}
-{_pointers("cos", "sin", "key_place", "value_place", "q", "k", "v", "q_weight", "k_weight")}
-{_real("q_eps", "k_eps")}
-  %first = mul i64 %unit, %group
-  br label %query
-query:
-  %n = phi i64 [0, %entry], [%n.next, %query]
-  %head = add i64 %first, %n
-  %q.offset = mul i64 %head, %size
-  %q.head = getelementptr i16, ptr %q.p, i64 %q.offset
-  call void @head(ptr %q.head, ptr %q.head, ptr %q_weight.p, float %q_eps.f, ptr %cos.p, ptr %sin.p, i64 %size,
-                  i64 %rotary)
-  %n.next = add i64 %n, 1
-  %n.more = icmp slt i64 %n.next, %group
-  br i1 %n.more, label %query, label %key
-key:
-  %k.offset = mul i64 %unit, %size
-  %k.head = getelementptr i16, ptr %k.p, i64 %k.offset
-  %key.offset = mul i64 %unit, %key_head
-  %key.to = getelementptr i16, ptr %key_place.p, i64 %key.offset
-  call void @head(ptr %k.head, ptr %key.to, ptr %k_weight.p, float %k_eps.f, ptr %cos.p, ptr %sin.p, i64 %size,
-                  i64 %rotary)
-  %v.head = getelementptr i16, ptr %v.p, i64 %k.offset
-  %value.offset = mul i64 %unit, %value_head
-  %value.to = getelementptr i16, ptr %value_place.p, i64 %value.offset
-  call void @copied(ptr %v.head, ptr %value.to, i64 0, i64 %size)
-  ret void
-}}
-"""
-
-
-_HEAD = f"""
-define internal void @head(ptr %x, ptr %out, ptr %weight, float %eps, ptr %cos, ptr %sin, i64 %size, i64 %rotary) #0 {{
-entry:
-  %normed = alloca i16, i64 %size, align 64
-  %has.norm = icmp ne ptr %weight, null
-  br i1 %has.norm, label %norm, label %turn
-norm:
-  call void @rms_norm(ptr %x, ptr %weight, ptr %normed, i64 1, i64 %size, float %eps)
-  br label %turn
-turn:
-  %from = phi ptr [%x, %entry], [%normed, %norm]
-  call void @turned(ptr %from, ptr %out, ptr %cos, ptr %sin, i64 %rotary)
-  call void @copied(ptr %from, ptr %out, i64 %rotary, i64 %size)
-  ret void
-}}
-
-define internal void @copied(ptr %from, ptr %to, i64 %begin, i64 %end) #0 {{
-entry:
-  %any = icmp slt i64 %begin, %end
-  br i1 %any, label %strip, label %done
-strip:
-  %i = phi i64 [%begin, %entry], [%i.next, %strip]
-  %from.at = getelementptr i16, ptr %from, i64 %i
-  %bits = load <{LANES} x i16>, ptr %from.at, align 2
-  %to.at = getelementptr i16, ptr %to, i64 %i
-  store <{LANES} x i16> %bits, ptr %to.at, align 2
-  %i.next = add i64 %i, {LANES}
-  %more = icmp slt i64 %i.next, %end
-  br i1 %more, label %strip, label %done
-done:
-  ret void
-}}
-"""
-"""The LLVM text of a function that copies a head, normalized if there is a weight, and rotates its first elements."""
-
-
-def _loaded(name: str, pointer: str, at: str) -> str:
-    """Return LLVM text that loads bf16 numbers as float32 into `%name`."""
-    return f"""\
-  %{name}.at = getelementptr i16, ptr {pointer}, i64 {at}
-  %{name}.bits = load <{LANES} x i16>, ptr %{name}.at, align 2
-{widened(f"{name}.bits", name, LANES)}"""
-
-
-def _half(name: str, own: str, other: str, cos: str, sin: str) -> str:
-    """Return LLVM text for `%name` = bf16(bf16(own * cos) + bf16(other * sin)), one half of the rotary embedding."""
-    kind = f"<{LANES} x float>"
-    return f"""\
-  %{name}.a = fmul {kind} {own}, {cos}
-{as_bf16(f"{name}.a", f"{name}.a.half", LANES)}
-  %{name}.b = fmul {kind} {other}, {sin}
-{as_bf16(f"{name}.b", f"{name}.b.half", LANES)}
-  %{name}.sum = fadd {kind} %{name}.a.half, %{name}.b.half
-{as_bf16(f"{name}.sum", f"{name}.near", LANES)}
-{halved(f"{name}.near", name, LANES)}"""
-
-
-_TURN = f"""
-define internal void @turned(ptr %x, ptr %out, ptr %cos, ptr %sin, i64 %rotary) #0 {{
-entry:
-  %half = lshr i64 %rotary, 1
-  br label %strip
-strip:
-  %i = phi i64 [0, %entry], [%i.next, %strip]
-  %j = add i64 %i, %half
-{_loaded("low", "%x", "%i")}
-{_loaded("high", "%x", "%j")}
-{_loaded("low.cos", "%cos", "%i")}
-{_loaded("high.cos", "%cos", "%j")}
-{_loaded("low.sin", "%sin", "%i")}
-{_loaded("high.sin", "%sin", "%j")}
-  %less.high = fneg <{LANES} x float> %high
-{_half("first", "%low", "%less.high", "%low.cos", "%low.sin")}
-{_half("second", "%high", "%low", "%high.cos", "%high.sin")}
-  %first.at = getelementptr i16, ptr %out, i64 %i
-  store <{LANES} x i16> %first, ptr %first.at, align 2
-  %second.at = getelementptr i16, ptr %out, i64 %j
-  store <{LANES} x i16> %second, ptr %second.at, align 2
-  %i.next = add i64 %i, {LANES}
-  %more = icmp slt i64 %i.next, %half
-  br i1 %more, label %strip, label %done
-done:
-  ret void
-}}
-"""
-"""The LLVM text of the rotary embedding. It pairs element n of a head's first half with element n of its second
-half."""
-
-
-def _add_and_norm() -> str:
-    """Return the LLVM text of a function that computes after = bf16(x + added), and its norm."""
-    return f"""
-define void @add_and_norm(ptr %arguments, i64 %unit) #0 {{
-entry:
-{_loads(_LAST)}
-{_pointers("x", "after", "normed", "added", "weight")}
-{_real("eps")}
-  br label %strip
-strip:
-  %i = phi i64 [0, %entry], [%i.next, %strip]
-{_loaded("a", "%x.p", "%i")}
-{_loaded("b", "%added.p", "%i")}
-  %sum = fadd <{LANES} x float> %a, %b
-{as_bf16("sum", "near", LANES)}
-{halved("near", "result", LANES)}
-  %to = getelementptr i16, ptr %after.p, i64 %i
-  store <{LANES} x i16> %result, ptr %to, align 2
-  %i.next = add i64 %i, {LANES}
-  %more = icmp slt i64 %i.next, %size
-  br i1 %more, label %strip, label %norm
-norm:
-  call void @rms_norm(ptr %after.p, ptr %weight.p, ptr %normed.p, i64 1, i64 %size, float %eps.f)
-  ret void
-}}
-"""
+    return module_of()

@@ -14,7 +14,7 @@ import math
 
 from llvmlite import ir
 
-from smoe.kernels.builder import Code
+from smoe.kernels.builder import Code, text_of
 from smoe.kernels.isa import Isa
 from smoe.kernels.kinds import FLOAT, HALF_WORD, LONG, POINTER, WORD, Value
 
@@ -53,9 +53,7 @@ def module_of(isa: Isa) -> str:
     _in_ascending_order(code, word["top_k"], at)
     _complete_tasks(code, word, at)
     code.end()
-    lines = str(module).splitlines()
-    defined = [f"{line} #0" if line.startswith("define ") else line for line in lines if "target " not in line]
-    return "\n".join([*defined, f"attributes #0 = {{ {isa.attributes} }}", ""])
+    return text_of(module, isa.attributes)
 
 
 def _place(code: Code, base: Value, index: Value, width: int) -> Value:

@@ -1,4 +1,4 @@
-"""The values weighted by a query's softmax, p . v, as LLVM text for `attention.py`.
+"""The values weighted by a query's softmax, p . v, as machine code for `attention.py`.
 
 torch's order of sums: p is rounded to bf16. For four keys at a time, an output adds ((p0 * v0 + p2 * v2) + (p1 * v1 +
 p3 * v3)). One to three keys may remain; they are added one at a time, the last key first. Outputs are in float32 until
@@ -8,192 +8,128 @@ because the registers hold the values in this order.
 
 from __future__ import annotations
 
-from smoe.kernels.registers import broadcast, filled, joined, rounded
-from smoe.kernels.tile import TILE, fetched, in_float32
+from collections.abc import Callable, Sequence
 
+from llvmlite import ir
+
+from smoe.kernels.attention import TILE
+from smoe.kernels.builder import Code, copies
+from smoe.kernels.isa import Isa
+from smoe.kernels.kinds import FLOAT, HALF_WORD, LONG, WORD, Value
+from smoe.kernels.scores import halves_of
+
+_LANES = 16
 _AHEAD = 16
 """The number of values that are prefetched into the second-level cache (measurements in `scores.py`)."""
 
 
-def source(row: int) -> str:
-    """Return the LLVM text of `weigh` and `finish`. `row`: the number of floats from one head's weights to the next
+def add_weigh(module: ir.Module, isa: Isa, row: int) -> None:
+    """Add a function that computes totals[h] += p[h, n] * v[n]: four keys at a time, then the remaining ones from the
+    last on; in tiles of 32 elements d, and then heads. `row`: the number of floats from one head's weights to the next
     head's."""
-    return _weigh(row) + "\n" + _finish()
+    names = ("&p", "&v", "stride", "n", "size", "group", "&totals")
+    code = Code(module, isa, "weigh", names, is_local=True)
+    p, v, stride, n, size, group, totals = code.arguments
+    build = code.build
+    whole, ahead = build.and_(n, code.number(-4)), build.mul(stride, code.number(_AHEAD))
+
+    def add(key: Value, rows: Sequence[Value], is_ahead: bool, added: _Added) -> None:
+        """Add as many keys as there are `rows` of values, from number `key` on, to the totals of all heads."""
+
+        def tile(d: Value, _: list[Value]) -> Sequence[Value]:
+            addresses = [code.element(each, HALF_WORD, d) for each in rows]
+            values = [halves_of(code, code.load(code.registers(LONG, 8), address, 2)) for address in addresses]
+            for address in addresses if is_ahead else ():
+                code.prefetch(code.element(address, HALF_WORD, ahead))
+
+            def head(h: Value, _: list[Value]) -> Sequence[Value]:
+                place = code.element(p, FLOAT, build.add(build.mul(h, code.number(row)), key))
+                weights = [
+                    code.splat(code.load(FLOAT, code.element(place, FLOAT, i), 4), _LANES) for i in range(len(rows))
+                ]
+                for at, old, each in zip(*_totals(code, totals, h, size, d), zip(*values, strict=True), strict=True):
+                    code.store(added(code, old, weights, each), at, 64)
+                return ()
+
+            code.repeat(code.number(0), group, 1, [], head)
+            return ()
+
+        code.repeat(code.number(0), size, TILE, [], tile)
+
+    def four(k: Value, _: list[Value]) -> Sequence[Value]:
+        rows = [code.element(v, HALF_WORD, build.mul(k, stride))]
+        for _number in range(3):
+            rows.append(code.element(rows[-1], HALF_WORD, stride))
+        add(k, rows, True, _with_four)
+        return ()
+
+    def one(key: Value) -> None:
+        add(key, [code.element(v, HALF_WORD, build.mul(key, stride))], False, _with_one)
+
+    code.repeat(code.number(0), whole, 4, [], four, may_be_empty=True)
+    _from_last(code, whole, n, one)
+    code.end()
 
 
-def _weigh(row: int) -> str:
-    """Return LLVM text that computes totals[h] += p[h, n] * v[n]: four keys at a time, then the remaining ones from the
-    last on; in tiles of 32 elements d, and then heads."""
-    return f"""
-define internal void @weigh(ptr noalias %p, ptr noalias %v, i64 %stride, i64 %n, i64 %size, i64 %group,
-                            ptr noalias %totals) #1 {{
-entry:
-  %whole = and i64 %n, -4
-  %ahead = mul i64 %stride, {_AHEAD}
-  %any.whole = icmp sgt i64 %whole, 0
-  br i1 %any.whole, label %four, label %left
-{_four_keys(row)}
-{_one_key(row)}
-done:
-  ret void
-}}
-"""
+def _from_last(code: Code, begin: Value, end: Value, body: Callable[[Value], None]) -> None:
+    """Build a loop over the keys from `end` - 1 down to `begin`."""
+
+    def turn(after: list[Value]) -> Sequence[Value]:
+        key = code.build.sub(after[0], code.number(1))
+        body(key)
+        return [key]
+
+    code.loop_while([end], lambda after: code.build.icmp_signed(">", after[0], begin), turn)
 
 
-def _four_keys(row: int) -> str:
-    """Return the LLVM basic blocks from `four` to `four.end`, which add four keys at a time. They continue at
-    `left`."""
-    return f"""\
-four:
-  %k = phi i64 [0, %entry], [%k.next, %four.end]
-  %row0.offset = mul i64 %k, %stride
-  %row0 = getelementptr i16, ptr %v, i64 %row0.offset
-{joined(f"  %row{i} = getelementptr i16, ptr %row{i - 1}, i64 %stride" for i in range(1, 4))}
-  br label %tile
-tile:
-  %d = phi i64 [0, %four], [%d.next, %tile.end]
-{joined(_value(i, f"%row{i}", "%d") for i in range(4))}
-{joined(fetched(f"%v{i}.at", f"{i}") for i in range(4))}
-  br label %head
-head:
-  %h = phi i64 [0, %tile], [%h.next, %head]
-  %p.head = mul i64 %h, {row}
-  %p.offset = add i64 %p.head, %k
-  %p.at = getelementptr float, ptr %p, i64 %p.offset
-{joined(_weight(i, "%p.at") for i in range(4))}
-{_totals_at("%h", "%d")}
-{_add_four("even", "e")}
-{_add_four("odd", "o")}
-  %h.next = add i64 %h, 1
-  %h.more = icmp slt i64 %h.next, %group
-  br i1 %h.more, label %head, label %tile.end
-tile.end:
-  %d.next = add i64 %d, {TILE}
-  %d.more = icmp slt i64 %d.next, %size
-  br i1 %d.more, label %tile, label %four.end
-four.end:
-  %k.next = add i64 %k, 4
-  %k.more = icmp slt i64 %k.next, %whole
-  br i1 %k.more, label %four, label %left"""
+_Added = Callable[[Code, Value, Sequence[Value], Sequence[Value]], Value]
+"""A function that returns totals to which weighted values are added: (totals, weights, values)."""
 
 
-def _one_key(row: int) -> str:
-    """Return the LLVM basic blocks from `left` to `left.end`, which add the remaining keys. They continue at `done`."""
-    return f"""\
-left:
-  %after = phi i64 [%n, %entry], [%n, %four.end], [%l, %left.end]
-  %l = sub i64 %after, 1
-  %any.left = icmp sge i64 %l, %whole
-  br i1 %any.left, label %one, label %done
-one:
-  %row.offset = mul i64 %l, %stride
-  %row = getelementptr i16, ptr %v, i64 %row.offset
-  br label %one.tile
-one.tile:
-  %td = phi i64 [0, %one], [%td.next, %one.tile.end]
-{_value(9, "%row", "%td")}
-  br label %one.head
-one.head:
-  %th = phi i64 [0, %one.tile], [%th.next, %one.head]
-  %tp.head = mul i64 %th, {row}
-  %tp.offset = add i64 %tp.head, %l
-  %tp.at = getelementptr float, ptr %p, i64 %tp.offset
-{_weight(9, "%tp.at", 0)}
-{_totals_at("%th", "%td", "one.")}
-{_add_one("even", "%e9")}
-{_add_one("odd", "%o9.f")}
-  %th.next = add i64 %th, 1
-  %th.more = icmp slt i64 %th.next, %group
-  br i1 %th.more, label %one.head, label %one.tile.end
-one.tile.end:
-  %td.next = add i64 %td, {TILE}
-  %td.more = icmp slt i64 %td.next, %size
-  br i1 %td.more, label %one.tile, label %left.end
-left.end:
-  br label %left"""
+def _with_four(code: Code, old: Value, p: Sequence[Value], v: Sequence[Value]) -> Value:
+    build = code.build
+    even, odd = (code.fma(p[n + 2], v[n + 2], build.fmul(p[n], v[n])) for n in (0, 1))
+    return build.fadd(old, build.fadd(even, odd))
 
 
-def _value(i: int, row: str, d: str) -> str:
-    return f"""\
-  %v{i}.at = getelementptr i16, ptr {row}, i64 {d}
-  %v{i} = load <8 x i64>, ptr %v{i}.at, align 2
-{in_float32(f"{i}", f"%v{i}")}"""
+def _with_one(code: Code, old: Value, p: Sequence[Value], v: Sequence[Value]) -> Value:
+    return code.fma(p[0], v[0], old)
 
 
-def _weight(i: int, at: str, offset: int | None = None) -> str:
-    return f"""\
-  %p{i}.at = getelementptr float, ptr {at}, i64 {i if offset is None else offset}
-  %p{i} = load float, ptr %p{i}.at
-{broadcast(f"p{i}", f"%p{i}")}"""
+def _totals(code: Code, totals: Value, head: Value, size: Value, d: Value) -> tuple[list[Value], list[Value]]:
+    """Return the addresses of a tile's two registers of totals, and the registers."""
+    even = code.element(totals, FLOAT, code.build.add(code.build.mul(head, size), d))
+    addresses = [even, code.element(even, FLOAT, _LANES)]
+    return addresses, [code.load(code.registers(FLOAT, _LANES), at, 64) for at in addresses]
 
 
-def _totals_at(h: str, d: str, prefix: str = "") -> str:
-    return f"""\
-  %{prefix}totals.head = mul i64 {h}, %size
-  %{prefix}totals.offset = add i64 %{prefix}totals.head, {d}
-  %{prefix}even.at = getelementptr float, ptr %totals, i64 %{prefix}totals.offset
-  %{prefix}odd.at = getelementptr float, ptr %{prefix}even.at, i64 16
-  %{prefix}even.old = load <16 x float>, ptr %{prefix}even.at, align 64
-  %{prefix}odd.old = load <16 x float>, ptr %{prefix}odd.at, align 64"""
-
-
-def _add_four(kind: str, letter: str) -> str:
-    v = [f"%e{i}" if letter == "e" else f"%o{i}.f" for i in range(4)]
-    fma = "call <16 x float> @llvm.fma.v16f32"
-    return f"""\
-  %{kind}.p0 = fmul <16 x float> %p0.all, {v[0]}
-  %{kind}.p02 = {fma}(<16 x float> %p2.all, <16 x float> {v[2]}, <16 x float> %{kind}.p0)
-  %{kind}.p1 = fmul <16 x float> %p1.all, {v[1]}
-  %{kind}.p13 = {fma}(<16 x float> %p3.all, <16 x float> {v[3]}, <16 x float> %{kind}.p1)
-  %{kind}.four = fadd <16 x float> %{kind}.p02, %{kind}.p13
-  %{kind}.new = fadd <16 x float> %{kind}.old, %{kind}.four
-  store <16 x float> %{kind}.new, ptr %{kind}.at, align 64"""
-
-
-def _add_one(kind: str, v: str) -> str:
-    return f"""\
-  %one.{kind}.new = call <16 x float> @llvm.fma.v16f32(
-      <16 x float> %p9.all, <16 x float> {v}, <16 x float> %one.{kind}.old)
-  store <16 x float> %one.{kind}.new, ptr %one.{kind}.at, align 64"""
-
-
-def _finish() -> str:
-    """Return LLVM text that computes out[h] = totals[h] times the reciprocal of the sum of weights, in bf16 and in the
+def add_finish(module: ir.Module, isa: Isa) -> None:
+    """Add a function that computes out[h] = totals[h] times the reciprocal of the sum of weights, in bf16 and in the
     order of the elements d."""
-    return f"""
-define internal void @finish(ptr noalias %out, ptr noalias %totals, ptr noalias %state, i64 %size, i64 %group) #1 {{
-entry:
-  br label %head
-head:
-  %h = phi i64 [0, %entry], [%h.next, %head.end]
-  %state.offset = mul i64 %h, 2
-  %sum.offset = add i64 %state.offset, 1
-  %sum.at = getelementptr float, ptr %state, i64 %sum.offset
-  %sum = load float, ptr %sum.at
-  %reciprocal = fdiv float 1.0, %sum
-{broadcast("reciprocal", "%reciprocal")}
-  br label %tile
-tile:
-  %d = phi i64 [0, %head], [%d.next, %tile]
-{_totals_at("%h", "%d")}
-  %even = fmul <16 x float> %even.old, %reciprocal.all
-  %odd = fmul <16 x float> %odd.old, %reciprocal.all
-  %even.bits = bitcast <16 x float> %even to <16 x i32>
-  %odd.bits = bitcast <16 x float> %odd to <16 x i32>
-{rounded("even.rounded", "%even.bits")}
-{rounded("odd.rounded", "%odd.bits")}
-  %low = lshr <16 x i32> %even.rounded, {filled("i32 16")}
-  %both = or <16 x i32> %low, %odd.rounded
-  %to = getelementptr i16, ptr %out, i64 %totals.offset
-  store <16 x i32> %both, ptr %to, align 2
-  %d.next = add i64 %d, {TILE}
-  %d.more = icmp slt i64 %d.next, %size
-  br i1 %d.more, label %tile, label %head.end
-head.end:
-  %h.next = add i64 %h, 1
-  %h.more = icmp slt i64 %h.next, %group
-  br i1 %h.more, label %head, label %done
-done:
-  ret void
-}}
-"""
+    code = Code(module, isa, "finish", ("&out", "&totals", "&state", "size", "group"), is_local=True)
+    out, totals, state, size, group = code.arguments
+    build, kind = code.build, code.registers(WORD, _LANES)
+
+    def head(h: Value, _: list[Value]) -> Sequence[Value]:
+        place = build.add(build.mul(h, code.number(2)), code.number(1))
+        divided = _divided_by(code, code.load(FLOAT, code.element(state, FLOAT, place), 4))
+
+        def tile(d: Value, _: list[Value]) -> Sequence[Value]:
+            _, found = _totals(code, totals, h, size, d)
+            products = [build.bitcast(each, kind) for each in [divided(each) for each in found]]
+            even, odd = (code.near_bits(each) for each in products)
+            both = build.or_(build.lshr(even, copies(kind, 16)), odd)
+            code.store(both, code.element(out, HALF_WORD, build.add(build.mul(h, size), d)), 2)
+            return ()
+
+        code.repeat(code.number(0), size, TILE, [], tile)
+        return ()
+
+    code.repeat(code.number(0), group, 1, [], head)
+    code.end()
+
+
+def _divided_by(code: Code, total: Value) -> Callable[[Value], Value]:
+    """Return a function that multiplies a register by the reciprocal of a number."""
+    reciprocal = code.splat(code.build.fdiv(copies(FLOAT, 1.0), total), _LANES)
+    return lambda register: code.build.fmul(register, reciprocal)

@@ -1,0 +1,158 @@
+"""Generates the machine code of `token_attention.py`: norms, and heads with rotary embedding on their way to the KV
+cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llvmlite import ir
+
+from smoe.kernels.builder import Code, text_of
+from smoe.kernels.isa import AVX512, Isa
+from smoe.kernels.kinds import FLOAT, HALF_WORD, LONG, POINTER, WORD, Value
+from smoe.kernels.norm_code import add_functions as add_norm
+from smoe.kernels.token_attention import HEADS, LANES, LAST, NORM
+
+
+def module_of(isa: Isa = AVX512) -> str:
+    """Return the LLVM text of `norm_row`, `turn_heads` and `add_and_norm`. Each is called as f(arguments, unit)."""
+    module = ir.Module()
+    for function in (add_norm, _add_norm_row, _add_copied, _add_turned, _add_head, _add_turn_heads, _add_and_norm):
+        function(module, isa)
+    return text_of(module, isa.attributes)
+
+
+class _Given:
+    """The arguments of a function: words of 8 bytes at an address, by name."""
+
+    def __init__(self, code: Code, names: Sequence[str]) -> None:
+        self._code = code
+        self._words = {n: code.load(LONG, code.element(code.arguments[0], LONG, i), 8) for i, n in enumerate(names)}
+
+    def number(self, name: str) -> Value:
+        return self._words[name]
+
+    def pointer(self, name: str) -> Value:
+        return self._code.build.inttoptr(self._words[name], POINTER)
+
+    def real(self, name: str) -> Value:
+        build = self._code.build
+        return build.bitcast(build.trunc(self._words[name], WORD), FLOAT)
+
+
+def _begun(module: ir.Module, isa: Isa, name: str, names: Sequence[str]) -> tuple[Code, _Given]:
+    code = Code(module, isa, name, ("*arguments", "unit"))
+    return code, _Given(code, names)
+
+
+def _add_norm_row(module: ir.Module, isa: Isa) -> None:
+    code, given = _begun(module, isa, "norm_row", NORM)
+    x, weight, out = (given.pointer(name) for name in ("x", "weight", "out"))
+    code.call("rms_norm", [x, weight, out, code.number(1), given.number("size"), given.real("eps")])
+    code.end()
+
+
+def _add_turn_heads(module: ir.Module, isa: Isa) -> None:
+    """Add a function that handles one key head of a token. It rotates the key and the query heads that share it, and
+    stores the key and the value in the KV cache."""
+    code, given = _begun(module, isa, "turn_heads", HEADS)
+    build, unit = code.build, code.arguments[1]
+    names = ("cos", "sin", "key_place", "value_place", "q", "k", "v", "q_weight", "k_weight")
+    cos, sin, key_place, value_place, q, k, v, q_weight, k_weight = (given.pointer(name) for name in names)
+    q_eps, k_eps = given.real("q_eps"), given.real("k_eps")
+    group, size = given.number("group"), given.number("size")
+    rest = [cos, sin, size, given.number("rotary")]
+    first = build.mul(unit, group)
+
+    def query(n: Value, _: list[Value]) -> Sequence[Value]:
+        head = code.element(q, HALF_WORD, build.mul(build.add(first, n), size))
+        code.call("head", [head, head, q_weight, q_eps, *rest])
+        return ()
+
+    code.repeat(code.number(0), group, 1, [], query)
+    offset = build.mul(unit, size)
+    key_to = code.element(key_place, HALF_WORD, build.mul(unit, given.number("key_head")))
+    code.call("head", [code.element(k, HALF_WORD, offset), key_to, k_weight, k_eps, *rest])
+    value_to = code.element(value_place, HALF_WORD, build.mul(unit, given.number("value_head")))
+    code.call("copied", [code.element(v, HALF_WORD, offset), value_to, code.number(0), size])
+    code.end()
+
+
+def _add_head(module: ir.Module, isa: Isa) -> None:
+    """Add a function that copies a head, normalized if there is a weight, and rotates its first elements."""
+    names = ("*x", "*out", "*weight", ".eps", "*cos", "*sin", "size", "rotary")
+    code = Code(module, isa, "head", names, is_local=True)
+    x, out, weight, eps, cos, sin, size, rotary = code.arguments
+    normed = code.scratch(size, HALF_WORD)
+
+    def norm() -> Sequence[Value]:
+        code.call("rms_norm", [x, weight, normed, code.number(1), size, eps])
+        return [normed]
+
+    has_norm = code.build.icmp_unsigned("!=", weight, ir.Constant(POINTER, None))
+    (source,) = code.either(has_norm, [x], norm)
+    code.call("turned", [source, out, cos, sin, rotary])
+    code.call("copied", [source, out, rotary, size])
+    code.end()
+
+
+def _add_copied(module: ir.Module, isa: Isa) -> None:
+    code = Code(module, isa, "copied", ("*from", "*to", "begin", "end"), is_local=True)
+    source, to, begin, end = code.arguments
+
+    def strip(i: Value, _: list[Value]) -> Sequence[Value]:
+        numbers = code.load(code.registers(HALF_WORD, LANES), code.element(source, HALF_WORD, i), 2)
+        code.store(numbers, code.element(to, HALF_WORD, i), 2)
+        return ()
+
+    code.repeat(begin, end, LANES, [], strip, may_be_empty=True)
+    code.end()
+
+
+def _loaded(code: Code, pointer: Value, i: Value) -> Value:
+    """Return bf16 numbers as float32, from element `i` on."""
+    return code.widened(code.load(code.registers(HALF_WORD, LANES), code.element(pointer, HALF_WORD, i), 2))
+
+
+def _add_turned(module: ir.Module, isa: Isa) -> None:
+    """Add the rotary embedding. It pairs element n of a head's first half with element n of its second half."""
+    code = Code(module, isa, "turned", ("*x", "*out", "*cos", "*sin", "rotary"), is_local=True)
+    x, out, cos, sin, rotary = code.arguments
+    build = code.build
+    half = build.lshr(rotary, code.number(1))
+
+    def turned(own: Value, other: Value, cos: Value, sin: Value) -> Value:
+        """Return bf16(bf16(own * cos) + bf16(other * sin))."""
+        first = code.near(build.fmul(own, cos))
+        return code.rounded(build.fadd(first, code.near(build.fmul(other, sin))))
+
+    def strip(i: Value, _: list[Value]) -> Sequence[Value]:
+        j = build.add(i, half)
+        low, high, low_cos, high_cos, low_sin, high_sin = (
+            _loaded(code, pointer, place) for pointer in (x, cos, sin) for place in (i, j)
+        )
+        first = turned(low, build.fneg(high), low_cos, low_sin)
+        second = turned(high, low, high_cos, high_sin)
+        code.store(first, code.element(out, HALF_WORD, i), 2)
+        code.store(second, code.element(out, HALF_WORD, j), 2)
+        return ()
+
+    code.repeat(code.number(0), half, LANES, [], strip)
+    code.end()
+
+
+def _add_and_norm(module: ir.Module, isa: Isa) -> None:
+    """Add a function that computes after = bf16(x + added), and its norm."""
+    code, given = _begun(module, isa, "add_and_norm", LAST)
+    names = ("x", "after", "normed", "added", "weight")
+    x, after, normed, added, weight = (given.pointer(name) for name in names)
+    eps, size = given.real("eps"), given.number("size")
+
+    def strip(i: Value, _: list[Value]) -> Sequence[Value]:
+        total = code.build.fadd(_loaded(code, x, i), _loaded(code, added, i))
+        code.store(code.rounded(total), code.element(after, HALF_WORD, i), 2)
+        return ()
+
+    code.repeat(code.number(0), size, LANES, [], strip)
+    code.call("rms_norm", [after, weight, normed, code.number(1), size, eps])
+    code.end()
