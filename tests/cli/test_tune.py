@@ -191,14 +191,6 @@ def test_what_does_not_hang_on_the_disk_is_not_rescaled(run, checkpoint, text, s
     assert "a token, instead" in run(*ask, "--preset", "smoe", "--tpot", "10s").err
 
 
-def test_what_an_older_version_measured_is_refused(run, checkpoint, text, tmp_path):
-    assert run("tune", checkpoint, *SIZE, "--text", text).code == 0
-    (path,) = tmp_path.glob("cache/smoe/tuned/*.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2}))
-    ran = run("generate", checkpoint, *SIZE, "-p", "once", "--tpot", "10s")
-    assert ran.code == 2 and "has not been measured" in ran.err
-
-
 def test_what_is_not_known_or_out_of_reach_is_refused(run, checkpoint, text):
     ask = ("generate", checkpoint, *SIZE, "-p", "once", "--max-new-tokens", 2)
     unknown = run(*ask, "--tpot", "10s")

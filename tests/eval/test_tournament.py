@@ -353,9 +353,7 @@ def test_what_cannot_be_read_is_no_winner(tmp_path: Path) -> None:
     path = remember(tmp_path, "eviction", won("lfu"))
     whole = path.read_text()
     for damaged in (
-        whole[: len(whole) // 2],
         whole.replace("lfu", "gone"),
-        whole.replace('"format": 3', '"format": 9'),
         whole.replace('"name"', '"nobody"'),
         json.dumps({"format": 3, "eviction": json.loads(whole)["eviction"][0]}),
         whole.replace('"resident_share": 0', '"resident_share": "half", "was": 0'),

@@ -25,14 +25,12 @@ def test_what_was_fitted_is_for_its_model(folder: Path) -> None:
     weights, why = cache_weights_of(folder)
     assert weights == FITTED.weights
     assert why == "as fitted on 900 recorded steps with 40% of the experts resident"
-    assert cache_weights_of(folder.parent)[0] == WEIGHTS, "another model"
 
 
-@pytest.mark.parametrize("change", [None, {"format": 2}, {"weights": [1, 1, 0, 0]}, {"weights": 1}, {"more": 0}])
-def test_what_cannot_be_understood_is_as_nothing(folder: Path, change: dict[str, object] | None) -> None:
+@pytest.mark.parametrize("change", [{"weights": [1, 1, 0, 0]}, {"weights": 1}, {"more": 0}])
+def test_what_cannot_be_understood_is_as_nothing(folder: Path, change: dict[str, object]) -> None:
     path = FITTED.store(folder)
-    stored = json.loads(path.read_text())
-    path.write_text("[]" if change is None else json.dumps(stored | change))
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
     assert cache_weights_of(folder)[0] == WEIGHTS
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from transformers import PreTrainedModel
 
 from smoe.config import DEFAULT_ALPHA
@@ -34,7 +33,6 @@ def test_a_price_holds_with_as_many_experts_or_more(folder: Path) -> None:
         "as you measured it: perplexity -0.20 .. +0.40 % "
         "(interval of 95 %; 2000 tokens of a book, 25% of the experts resident)"
     )
-    assert threshold_of(folder.parent, 1.0)[0] == DEFAULT_ALPHA, "another model"
 
 
 def test_the_users_own_price_counts_before_the_folders(folder: Path) -> None:
@@ -52,12 +50,8 @@ def test_the_users_own_price_counts_before_the_folders(folder: Path) -> None:
     assert [threshold_of(folder, share)[0] for share in (0.3, 0.15, 0.05)] == [0.1, 0.1, 0.1]
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["", "[]", "{}", json.dumps(PRICED.as_json() | {"format": 2}), json.dumps(PRICED.as_json() | {"alpha": 7})],
-)
-def test_what_is_not_understood_is_not_believed(folder: Path, content: str) -> None:
-    (folder / PricedAlpha.file_name).write_text(content)
+def test_an_impossible_alpha_is_not_used(folder: Path) -> None:
+    (folder / PricedAlpha.file_name).write_text(json.dumps(PRICED.as_json() | {"alpha": 7}))
     assert threshold_of(folder, 1.0)[0] == DEFAULT_ALPHA
 
 
