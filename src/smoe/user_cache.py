@@ -12,10 +12,13 @@ import logging
 import os
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 from smoe.whole_file import whole_file
+
+V = TypeVar("V", bound="StoredValue")
 
 PLACE = "XDG_CACHE_HOME"
 """The environment variable whose value replaces the cache folder's usual location, on every system."""
@@ -69,3 +72,47 @@ def keep(path: Path, content: dict[str, Any]) -> Path:
         file.write((json.dumps(content, indent=2) + "\n").encode())
     _log.info("stored %s", path)
     return path
+
+
+class StoredValue:
+    """The base class of values that are stored in the cache folder as JSON objects. Subclasses are frozen dataclasses.
+
+    The entry "format" of a file is the version of its class. A file of another version, or a damaged one, is ignored.
+    """
+
+    kind: ClassVar[str]
+    """The folder in the cache folder that has the files of this class."""
+    version: ClassVar[int] = 1
+
+    @classmethod
+    def of_fields(cls: type[V], fields: dict[str, Any]) -> V:
+        """Return the value that a JSON object contains. Raise `KeyError`, `TypeError` or `ValueError` if the object is
+        invalid."""
+        return cls(**fields)
+
+    def fields(self) -> dict[str, Any]:
+        """Return the value as a JSON object to store, without the format version."""
+        return asdict(self)  # type: ignore[call-overload,no-any-return]  # its subclasses are dataclasses
+
+    @classmethod
+    def path_of(cls, place: Any) -> Path:
+        """Return the path of the file about the model, or the file, at `place`."""
+        return of_model(cls.kind, place)
+
+    def store(self, place: Any) -> Path:
+        """Store the value for `place`, atomically. Return the file's path. Raises `OSError`."""
+        return keep(self.path_of(place), {"format": self.version} | self.fields())
+
+    @classmethod
+    def stored(cls: type[V], place: Any) -> V | None:
+        """Return the value that is stored for `place`, or None."""
+        return cls.read(cls.path_of(place))
+
+    @classmethod
+    def read(cls: type[V], path: Path) -> V | None:
+        """Return the value in a file, or None."""
+        fields = read_stored(path, cls.version)
+        try:
+            return None if fields is None else cls.of_fields(fields)
+        except (KeyError, TypeError, ValueError):
+            return None

@@ -309,7 +309,7 @@ def turn_tokens() -> int:
 
 def recall(circumstances: dict[str, Any]) -> Tuning:
     """Return the stored times that were measured in these circumstances. Raise `ConfigError` if there are none."""
-    found = Tuning.measured(circumstances)
+    found = Tuning.stored(circumstances)
     if found is None or found.circumstances != circumstances:
         model, memory = circumstances["model"], format_bytes(circumstances["memory_budget_bytes"])
         raise ConfigError(

@@ -34,7 +34,7 @@ class FittedWeights(TunedValue):
 
 def cache_weights_of(folder: Path) -> tuple[tuple[float, ...], str]:
     """Return the weights of the multidimensional cache for the model in `folder`, and their origin as a text."""
-    fitted = FittedWeights.measured(folder)
+    fitted = FittedWeights.stored(folder)
     if fitted is None:
         return WEIGHTS, "the usual ones; smoe tune --cache fits them on traces of this model"
     return fitted.weights, (

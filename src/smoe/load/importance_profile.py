@@ -79,7 +79,7 @@ def thresholds_by(folder: Path, config: EngineConfig) -> tuple[Thresholds, str]:
     """
     assert config.precision_shares is not None
     shares = "/".join(f"{share:g}" for share in config.precision_shares)
-    own, brought = ImportanceProfile.measured(folder), ImportanceProfile.delivered(folder)
+    own, brought = ImportanceProfile.stored(folder), ImportanceProfile.delivered(folder)
     for profile, whose in ((own, "as you profiled it"), (brought, "by the profile stored with the model")):
         if profile is not None:
             return profile.thresholds(config.precision_shares), f"shares of {shares} {whose}: {profile}"

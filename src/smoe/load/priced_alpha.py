@@ -48,7 +48,7 @@ class PricedAlpha(TunedValue):
 def threshold_of(folder: Path, resident_share: float) -> tuple[float, str]:
     """Return the substitution threshold alpha for the model in `folder` at this resident share, and a text that says
     where the threshold comes from."""
-    own, brought = PricedAlpha.measured(folder), PricedAlpha.delivered(folder)
+    own, brought = PricedAlpha.stored(folder), PricedAlpha.delivered(folder)
     most = 1.0 if own is None else own.alpha  # never above the value measured for this model
     for priced, whose in ((own, "as you measured it"), (brought, "by the quality cost stored with the model")):
         if priced is not None and resident_share >= priced.resident_share and priced.alpha <= most:

@@ -52,4 +52,4 @@ class PricedAnswers(TunedValue):
 
 def prices_of(folder: Path) -> PricedAnswers | None:
     """Return the quality costs of the model in `folder`, or None if they have not been measured."""
-    return PricedAnswers.measured(folder) or PricedAnswers.delivered(folder)
+    return PricedAnswers.stored(folder) or PricedAnswers.delivered(folder)

@@ -91,7 +91,7 @@ class Winners(TunedValue):
     def of_model(cls, folder: Path) -> Winners:
         """Return the winners of the model in `folder`. If the file has another format version, log a warning and return
         none."""
-        found, path = cls.measured(folder), cls.path_of(folder)
+        found, path = cls.stored(folder), cls.path_of(folder)
         if found is None and path.exists():
             _log.warning(
                 "the stored tournament result %s is damaged or from another version of smoe, and is not used: run smoe "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from smoe.errors import CheckpointError
@@ -17,10 +18,19 @@ from smoe.models.packed import Contents, Packed, contents_as_they_are, contents_
 from smoe.models.spec import ModelSpec
 from smoe.models.weight_bytes import OnBytes
 from smoe.packing.writer import damaged_layers
-from smoe.user_cache import keep, of_model, read_stored
+from smoe.user_cache import StoredValue
 
-_FORM = 1
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Verified(StoredValue):
+    """The record of a packed file whose checksums were right."""
+
+    kind = "verified-packs"
+
+    pack: str
+    identity: list[int]
 
 
 def verify_pack(checkpoint: Checkpoint, spec: ModelSpec, experts: Mapping[int, StoredLayer], on_bytes: OnBytes) -> None:
@@ -31,7 +41,10 @@ def verify_pack(checkpoint: Checkpoint, spec: ModelSpec, experts: Mapping[int, S
     """
     contents = _contents(spec, experts)
     path = None if contents is None else contents.path(checkpoint.place)
-    if contents is None or path is None or not path.exists() or _is_known(path):
+    if contents is None or path is None or not path.exists():
+        return
+    known = _Verified.stored(path)
+    if known is not None and known.identity == _identity(path):
         return
     packed, before = checkpoint.packed(contents), _identity(path)
     if packed is None:
@@ -40,7 +53,7 @@ def verify_pack(checkpoint: Checkpoint, spec: ModelSpec, experts: Mapping[int, S
     if damaged:
         raise CheckpointError(_complaint(packed, contents, damaged))
     try:
-        keep(_note_of(path), {"format": _FORM, "pack": str(path), "identity": before})
+        _Verified(str(path), before).store(path)
     except OSError as error:
         _log.warning(
             "%s is undamaged, but the result of this check cannot be stored (%s), so the next load checks the file "
@@ -63,15 +76,6 @@ def _complaint(packed: Packed, contents: Contents, damaged: list[int]) -> str:
         f"{packed.path} is damaged in {layers}: its bytes differ from those that smoe pack wrote; delete it and run "
         f"smoe pack again{asked}, or copy it again"
     )
-
-
-def _is_known(path: Path) -> bool:
-    known = read_stored(_note_of(path), _FORM)
-    return known is not None and known.get("identity") == _identity(path)
-
-
-def _note_of(path: Path) -> Path:
-    return of_model("verified-packs", path)
 
 
 def _identity(path: Path) -> list[int]:

@@ -13,9 +13,8 @@ from typing import Any
 from smoe.machine.measure import describe_machine
 from smoe.machine.processor import BUSY_SHARE
 from smoe.metrics import Counters
-from smoe.user_cache import keep, of_model, read_stored
+from smoe.user_cache import StoredValue
 
-_FORMAT = 2
 LEAST_STEPS = 16
 """The smallest number of decode steps of a run whose times are stored."""
 _LEAST_LOADS = 16
@@ -176,7 +175,7 @@ def loads_other_way(folder: Path, precision: str, is_direct: bool) -> bool:
 def _measured(folder: Path, precision: str, is_direct: bool) -> Pace:
     """Return the times of the runs that have read experts in this way."""
     try:
-        stored = _stored(folder, precision, is_direct)["pace"]
+        stored = _entries(folder)[_key(precision, is_direct)]["pace"]
         return Pace(**{field.name: stored[field.name] for field in fields(Pace)})
     except (KeyError, TypeError):
         return UNKNOWN
@@ -185,7 +184,7 @@ def _measured(folder: Path, precision: str, is_direct: bool) -> Pace:
 def last_run_of(folder: Path, precision: str, is_direct: bool) -> LastRun | None:
     """Return the comparison of the last run of the model in `folder` with its forecast; None if no run is stored."""
     try:
-        return LastRun(**_stored(folder, precision, is_direct)["last_run"])
+        return LastRun(**_entries(folder)[_key(precision, is_direct)]["last_run"])
     except (KeyError, TypeError):
         return None
 
@@ -193,16 +192,32 @@ def last_run_of(folder: Path, precision: str, is_direct: bool) -> LastRun | None
 def remember(folder: Path, precision: str, is_direct: bool, pace: Pace, last: LastRun | None = None) -> Path:
     """Store the measurements of a run, combined with those of earlier runs. Return the file's path. Raises
     `OSError`."""
-    path = of_model("pace", folder)
-    stored: dict[str, Any] = read_stored(path, _FORMAT) or {}
     now = _measured(folder, precision, is_direct).after(pace)
     entry = {"pace": asdict(now), "last_run": None if last is None else asdict(last)}
-    return keep(path, {"format": _FORMAT} | stored | {_key(precision, is_direct): entry})
+    return _Runs(_entries(folder) | {_key(precision, is_direct): entry}).store(folder)
 
 
-def _stored(folder: Path, precision: str, is_direct: bool) -> dict[str, Any]:
-    content = read_stored(of_model("pace", folder), _FORMAT) or {}
-    return dict(content.get(_key(precision, is_direct), {}))
+@dataclass(frozen=True)
+class _Runs(StoredValue):
+    """What runs of one model have measured."""
+
+    kind = "pace"
+    version = 2
+
+    entries: dict[str, Any]
+    """The times and the last run, by the conditions of the runs (`_key`)."""
+
+    @classmethod
+    def of_fields(cls, fields: dict[str, Any]) -> _Runs:
+        return cls(fields)
+
+    def fields(self) -> dict[str, Any]:
+        return self.entries
+
+
+def _entries(folder: Path) -> dict[str, Any]:
+    found = _Runs.stored(folder)
+    return {} if found is None else found.entries
 
 
 def _key(precision: str, is_direct: bool) -> str:
