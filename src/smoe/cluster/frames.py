@@ -172,9 +172,9 @@ def parse(parts: Sequence[Any]) -> Frame:
     return Frame(FrameKind(kind), request, rows, EXPERT_DTYPES[dtype], parts[1:])
 
 
-def talk(kind: FrameKind, fields_of: dict[str, Any], request: int = 0) -> list[Any]:
+def talk(kind: FrameKind, fields_of: dict[str, Any]) -> list[Any]:
     """Return a message of this kind whose body is a JSON object."""
-    return [_header(kind, request), json.dumps(fields_of).encode()]
+    return [_header(kind, 0), json.dumps(fields_of).encode()]
 
 
 def fields_of(frame: Frame) -> dict[str, Any]:

@@ -145,9 +145,9 @@ def checked_name(name: str, setting: str = "cluster") -> str:
     return name
 
 
-def new_coordinator(name: str, address: str = "127.0.0.1", everywhere: bool = False) -> Coordinator:
+def new_coordinator(name: str, address: str = "127.0.0.1") -> Coordinator:
     """Return a new cluster without workers."""
-    return Coordinator(checked_name(name, "name"), checked_address(address), KeyPair.new(), everywhere=everywhere)
+    return Coordinator(checked_name(name, "name"), checked_address(address), KeyPair.new())
 
 
 def clusters() -> list[str]:

@@ -21,15 +21,12 @@ _MOST_WAITING = 64
 _log = logging.getLogger(__name__)
 
 
-class Gate(Protocol):
-    """Decides which keys may connect. The authenticator's thread calls it."""
+class Membership(Protocol):
+    """Decides which workers belong to the cluster. The link's thread calls it, and the authenticator's thread calls
+    `may_connect`."""
 
     def may_connect(self, key: str) -> bool:
         """Return whether a machine with this public key may send anything."""
-
-
-class Membership(Gate, Protocol):
-    """Decides which workers belong to the cluster. The link's thread calls it."""
 
     def greeted(self, key: str, fields: dict[str, Any]) -> Member | str | None:
         """Process a worker's HELLO message. Return the new member, or the reason why the worker is refused. None: the
@@ -59,7 +56,7 @@ class Membership(Gate, Protocol):
 class AdmittedKeys:
     """Answers the question of ZeroMQ's authenticator whether a machine with a given key may connect."""
 
-    def __init__(self, membership: Gate) -> None:
+    def __init__(self, membership: Membership) -> None:
         self._membership = membership
 
     def callback(self, domain: str, key: bytes) -> bool:
@@ -76,7 +73,7 @@ class ListeningSockets:
     """The coordinator's sockets: messages come through `router`, disconnections through `monitor`. `close` closes
     both."""
 
-    def __init__(self, address: Endpoint, public: str, secret: str, membership: Gate, part_bytes: int) -> None:
+    def __init__(self, address: Endpoint, public: str, secret: str, membership: Membership, part_bytes: int) -> None:
         """A machine that sends a message part longer than `part_bytes` is disconnected. Raises `ClusterError` if the
         address is not available."""
         self._context = zmq.Context()

@@ -259,19 +259,15 @@ class SpinningPool:
         fields += [matrix.data_ptr(), 0, pairs.count, columns, self.chain(columns, len(x))]
         self.run(fields, -(-outputs // LONE_UNIT), is_long=columns * outputs >= WAKING_WEIGHTS)
 
-    def multiply_quantised(
-        self, x: torch.Tensor, matrices: Sequence[Matrix], out: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> None:
+    def multiply_quantised(self, x: torch.Tensor, matrices: Sequence[Matrix], out: torch.Tensor) -> None:
         """Compute out [M, N] = x [M, K] times quantized matrices, whose outputs are concatenated. x and out are
         contiguous.
 
-        M is at most `most_quantised_rows(matrices)`. `bias` [N] is added before rounding; it must be None for several
-        bf16 rows that are multiplied at once.
+        M is at most `most_quantised_rows(matrices)`.
         """
         stride, column, targets = 2 * out.shape[1], 0, []
         for matrix in matrices:
-            bias_at = 0 if bias is None else bias.data_ptr() + 2 * column
-            targets.append(Target(matrix, out.data_ptr() + 2 * column, stride, bias_at))
+            targets.append(Target(matrix, out.data_ptr() + 2 * column, stride))
             column += matrix.outputs
         self.multiply_each(x, targets)
 

@@ -9,7 +9,7 @@ The forecast simulates the decode steps of one sequence, without failures of wor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import fmean
@@ -197,12 +197,10 @@ def cluster_outlook(
     network: Network,
     trace: Sequence[Routing] | None = None,
     revision: str | None = None,
-    tick: Callable[[], None] = lambda: None,
 ) -> ClusterOutlook:
-    """Return the forecasts for all numbers of workers and schedules. The simulations take some seconds; `tick` is
-    called after each. `config`: the coordinator's settings. `trace`: a recorded run of the model; None: a synthetic
-    trace. Raises `ConfigError` for an unknown rate, `BudgetError` if a machine has too little memory, and `TraceError`
-    for a trace of another model."""
+    """Return the forecasts for all numbers of workers and schedules. The simulations take some seconds. `config`: the
+    coordinator's settings. `trace`: a recorded run of the model; None: a synthetic trace. Raises `ConfigError` for an
+    unknown rate, `BudgetError` if a machine has too little memory, and `TraceError` for a trace of another model."""
     config, drafts = of_one_machine(config)
     survey = survey_of(model, config, revision)
     if survey.subject is None:
@@ -244,7 +242,6 @@ def cluster_outlook(
             cases.append(_case(count, "cluster", run(named["cluster"], with_draft, placement="finish", draft=early)))
         by_turns = run(named["round-robin"], coordinator, placement="round-robin", draft=draft)
         cases.append(_case(count, "round-robin", by_turns))
-        tick()
     held = min(1.0, (coordinator.slots + sum(worker.slots for worker in workers)) / everything)
     remarks = _remarks(wanted, network, trace) + draft_remarks
     return ClusterOutlook(model, alone, coordinator, with_draft, workers, network, cases, held, remarks)

@@ -138,7 +138,6 @@ def survey(
     experts_bytes: int | None = None,
     next_use: NextUse | None = None,
     tick: Callable[[int, int], None] = lambda done, points: None,
-    processes: int | None = None,
 ) -> TraceSurvey:
     """Return the statistics of one or several traces. `tokens`: how many tokens of every trace are analysed, from the
     start, and how many steps for misses; None: 1000, or fewer if there are many layers.
@@ -182,7 +181,7 @@ def survey(
         tried("next_token", lambda: next_token(traces, tokens)),
         tried("by_sequence", lambda: by_sequence(paths)),
         tried("affinity", lambda: affinities(paths)),
-        tried("curves", lambda: curves(traces, tokens, next_use, tick, processes)),
+        tried("curves", lambda: curves(traces, tokens, next_use, tick)),
         left_out,
     )
 

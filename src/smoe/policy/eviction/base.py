@@ -22,7 +22,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from smoe.expert import ExpertKey
+from smoe.expert import EXACT, ExpertKey
 from smoe.policy.eviction.policies import PolicySettings
 from smoe.routing import Routing
 
@@ -111,9 +111,8 @@ class Eviction(ABC):
         return 0.0
 
 
-def used_copies(routing: Routing, precision: int = 0) -> list[ExpertKey]:
-    """Return the copies (experts in the format `precision`) that one layer uses in one step, ascending. Padding is left
-    out."""
+def used_copies(routing: Routing) -> list[ExpertKey]:
+    """Return the exact copies that one layer uses in one step, ascending. Padding is left out."""
     layer, experts = routing.layer, routing.experts
     used = {expert for row in routing.top_k_index for expert in row if expert != experts}
-    return [(layer, expert, precision) for expert in sorted(used)]
+    return [(layer, expert, EXACT) for expert in sorted(used)]
