@@ -1,11 +1,17 @@
-"""Opens recorded traces of the model that is tuned."""
+"""Opens recorded traces of the model that is tuned, and finds the size of the cache for which it is tuned."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from smoe.config import EngineConfig
 from smoe.errors import ConfigError
+from smoe.load.device import choose_device
+from smoe.load.ledger import make_ledger
 from smoe.models.spec import ModelSpec
+from smoe.policy.budget import Ledger
+from smoe.routing import Phase, Routing
 from smoe.trace.file import Trace
 
 
@@ -29,3 +35,21 @@ def another_model_s(path: Path, trace: Trace, setting: str) -> ConfigError:
         given=str(path),
         allowed="traces of the model that is tuned",
     )
+
+
+def decode_steps(traces: Sequence[Sequence[Routing]], spec: ModelSpec) -> int:
+    """Return the number of decode steps in all traces."""
+    return sum(routing.phase is Phase.DECODE for trace in traces for routing in trace) // len(spec.sites)
+
+
+def ledger_of_cache(spec: ModelSpec, config: EngineConfig) -> Ledger:
+    """Return the ledger that an engine with this configuration would have. Raise `ConfigError` if every expert fits."""
+    ledger, _ = make_ledger(spec, config, choose_device(config))
+    if ledger.cache_slots >= ledger.demand.total_experts:
+        raise ConfigError(
+            f"all {ledger.cache_slots} experts fit in memory, so no expert is ever evicted; give less `memory`, or a "
+            "share such as `resident_share=0.4`",
+            setting="resident_share",
+            allowed="less than all experts",
+        )
+    return ledger

@@ -133,23 +133,16 @@ class Tuning(TunedValue):
         through noise would be random.
         """
         if self.is_flat:
-            if self.flat_seconds > (1 + _TOLERANCE) * seconds:
-                raise ConfigError(
-                    f"{format_seconds(seconds)} a token is out of reach: on this machine a token takes "
-                    f"{format_seconds(self.flat_seconds)} (+/- {format_seconds(self.noise_seconds)}) at every "
-                    f"alpha{self._when_read()}; give more `memory`, or a longer time",
-                    setting="tpot",
-                    given=seconds,
-                    allowed=f"at least {self.flat_seconds:.3g} s here",
-                )
-            return min(self.alphas)
-        alpha = smallest_alpha(self.points, seconds)
-        if alpha is None:
+            best, where = self.flat_seconds, "every alpha"
+            alpha = min(self.alphas) if best <= (1 + _TOLERANCE) * seconds else None
+        else:
             fastest, best = min(self.points, key=lambda point: point[1])
+            alpha, where = smallest_alpha(self.points, seconds), f"alpha {fastest:g}"
+        if alpha is None:
             raise ConfigError(
                 f"{format_seconds(seconds)} a token is out of reach: the fastest that was measured is "
-                f"{format_seconds(best)} (+/- {format_seconds(self.noise_seconds)}), at alpha {fastest:g}"
-                f"{self._when_read()}; give more `memory`, or a longer time",
+                f"{format_seconds(best)} (+/- {format_seconds(self.noise_seconds)}), at {where}{self._when_read()}; "
+                "give more `memory`, or a longer time",
                 setting="tpot",
                 given=seconds,
                 allowed=f"at least {best:.3g} s here",

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from smoe.config import EngineConfig
-from smoe.eval.cache_size import ledger_of_cache
-from smoe.eval.model_traces import trace_of
+from smoe.eval.model_traces import decode_steps, ledger_of_cache, trace_of
 from smoe.models.read_spec import read_spec
 from smoe.models.spec import ModelSpec
 from smoe.policy.eviction.multidimensional import WEIGHTS
 from smoe.policy.eviction.policies import CACHE_RECORDS
-from smoe.routing import Phase, Routing
+from smoe.routing import Routing
 from smoe.runtime.substitution import substitution_of
 from smoe.simulator.mixed_cache import CacheWeights, MixedCache, best_weights, miss_penalty, multidimensional, named
 from smoe.simulator.replay import first_passes
@@ -84,7 +83,7 @@ def tune_cache(
         share,
         records,
         weights,
-        sum(routing.phase is Phase.DECODE for trace in traces for routing in trace) // len(spec.sites),
+        decode_steps(traces, spec),
         _penalties(traces, cache, weights, records),
         _penalties(others, cache, weights, records) if others else None,
     )

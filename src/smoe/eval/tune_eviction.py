@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from smoe.config import EngineConfig
-from smoe.eval.cache_size import ledger_of_cache
-from smoe.eval.model_traces import trace_of
+from smoe.eval.model_traces import decode_steps, ledger_of_cache, trace_of
 from smoe.eval.train_eviction import LayersShape, train
 from smoe.load.next_use import TrainedNextUse
 from smoe.models.read_spec import read_spec
@@ -19,7 +18,7 @@ from smoe.policy.eviction.base import Eviction, EvictionSettings
 from smoe.policy.eviction.learned import NextUse
 from smoe.policy.registry import EVICTIONS, LEARNED
 from smoe.policy.step import observation
-from smoe.routing import Phase, Routing
+from smoe.routing import Routing
 from smoe.simulator.replay import first_passes, replay
 from smoe.trace.file import Trace
 from smoe.trace.record import TraceHeader
@@ -85,9 +84,8 @@ def tune_eviction(
     count = _Counting(ledger.cache_slots, next_use, most, len(traces) + len(others), tick)
     misses, uses = count(traces)
     other_misses, other_uses = count(others)
-    steps = sum(routing.phase is Phase.DECODE for trace in plain for routing in trace) // len(spec.sites)
     return EvictionTuning(
-        TrainedNextUse(next_use, steps),
+        TrainedNextUse(next_use, decode_steps(plain, spec)),
         ledger.cache_slots,
         ledger.resident_share,
         uses,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from smoe.config import EngineConfig
 from smoe.load.tuned import TunedValue
 from smoe.policy.eviction.multidimensional import WEIGHTS
 from smoe.policy.eviction.policies import are_cache_weights
+from smoe.policy.registry import eviction_kind
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,13 @@ class FittedWeights(TunedValue):
         if not are_cache_weights(weights):
             raise ValueError(weights)
         return cls(weights, **fields)
+
+    @classmethod
+    def apply(cls, config: EngineConfig, folder: Path, resident_share: float) -> tuple[EngineConfig, dict[str, str]]:
+        if config.cache_weights is not None or "cache_weights" not in eviction_kind(config.eviction).settings:
+            return config, {}
+        weights, origin = cache_weights_of(folder)
+        return replace(config, cache_weights=weights), {"cache_weights": origin}
 
 
 def cache_weights_of(folder: Path) -> tuple[tuple[float, ...], str]:

@@ -10,7 +10,7 @@ shares of all choices, resident or not; only missing experts are loaded as low-p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,14 @@ class ImportanceProfile(TunedValue):
         if len(quantiles) != _PARTS + 1 or not is_ascending:
             raise ValueError(quantiles)
         return cls(quantiles, **fields)
+
+    @classmethod
+    def apply(cls, config: EngineConfig, folder: Path, resident_share: float) -> tuple[EngineConfig, dict[str, str]]:
+        if config.precision_shares is None:
+            return config, {}
+        (low, skip), origin = thresholds_by(folder, config)
+        config = replace(config, low_threshold=low, skip_threshold=skip, precision_shares=None)
+        return config, {"low_threshold": f"dropped beyond {skip:g}: {origin}"}
 
     def thresholds(self, shares: Sequence[float]) -> Thresholds:
         """Return the thresholds T1 and T2 of unimportance (HOBBIT) that divide the choices of experts by `shares`: the

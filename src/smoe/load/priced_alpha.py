@@ -8,10 +8,10 @@ an unknown cost.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from smoe.config import DEFAULT_ALPHA
+from smoe.config import DEFAULT_ALPHA, EngineConfig
 from smoe.load.tuned import TunedValue
 
 
@@ -37,6 +37,13 @@ class PricedAlpha(TunedValue):
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
             raise ValueError(self.alpha)
+
+    @classmethod
+    def apply(cls, config: EngineConfig, folder: Path, resident_share: float) -> tuple[EngineConfig, dict[str, str]]:
+        if not config.alpha_as_priced:
+            return config, {}
+        alpha, origin = threshold_of(folder, resident_share)
+        return replace(config, alpha=alpha, alpha_as_priced=False), {"alpha": origin}
 
     def __str__(self) -> str:
         return (

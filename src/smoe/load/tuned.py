@@ -11,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from smoe.config import EngineConfig
 from smoe.user_cache import StoredValue
 
 V = TypeVar("V", bound="TunedValue")
@@ -21,6 +22,13 @@ class TunedValue(StoredValue):
 
     file_name: ClassVar[str] = ""
     """The name of the file in a model's folder; empty if models deliver no values of this kind."""
+
+    @classmethod
+    def apply(cls, config: EngineConfig, folder: Path, resident_share: float) -> tuple[EngineConfig, dict[str, str]]:
+        """Return the settings for the model in `folder`, with the tuned value in place of a setting that the user left
+        out, and {setting: origin of its value}. `resident_share`: the fraction of experts that fit into memory."""
+        del folder, resident_share
+        return config, {}
 
     def as_json(self) -> dict[str, Any]:
         """Return the tuned value as a JSON object for programs."""

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 from smoe.bounds import EMULATED
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError, UnpreparedError
-from smoe.load.cache_weights import cache_weights_of
-from smoe.load.importance_profile import thresholds_by
+from smoe.load.cache_weights import FittedWeights
+from smoe.load.importance_profile import ImportanceProfile
 from smoe.load.learned import LearnedValues, expected_bytes, learned_of
-from smoe.load.priced_alpha import threshold_of
+from smoe.load.priced_alpha import PricedAlpha
 from smoe.load.priced_answers import prices_of
 from smoe.load.tuned import TunedValue
 from smoe.machine.device import AnyDevice, gpu_name
@@ -28,7 +28,7 @@ from smoe.machine.measure import describe_machine
 from smoe.memory.emulation import read_profile
 from smoe.models.spec import ModelSpec
 from smoe.policy.prices import PriceTable
-from smoe.policy.registry import ONLINE_EVICTION, PREFETCH, eviction_kind
+from smoe.policy.registry import ONLINE_EVICTION, PREFETCH
 
 NEAR = 1 / 3
 """The largest relative distance between the current resident share and that of a winner's tournament."""
@@ -237,16 +237,9 @@ def known_of(config: EngineConfig, place: Path, resident_share: float) -> Resolv
     measured.
     """
     reasons: dict[str, str] = {}
-    if config.precision_shares is not None:
-        (low, skip), why = thresholds_by(place, config)
-        config = replace(config, low_threshold=low, skip_threshold=skip, precision_shares=None)
-        reasons["low_threshold"] = f"dropped beyond {skip:g}: {why}"
-    if config.alpha_as_priced:
-        alpha, reasons["alpha"] = threshold_of(place, resident_share)
-        config = replace(config, alpha=alpha, alpha_as_priced=False)
-    if config.cache_weights is None and "cache_weights" in eviction_kind(config.eviction).settings:
-        weights, reasons["cache_weights"] = cache_weights_of(place)
-        config = replace(config, cache_weights=weights)
+    for kind in (ImportanceProfile, PricedAlpha, FittedWeights):
+        config, origins = kind.apply(config, place, resident_share)
+        reasons |= origins
     prices = _prices(config, place) if config.prices_answers else None
     return ResolvedSettings(config, reasons, prices)
 
