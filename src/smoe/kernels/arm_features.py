@@ -9,17 +9,15 @@ from typing import NamedTuple
 
 
 class _Source(NamedTuple):
-    """Where each system reports a feature: a bit of Linux's `AT_HWCAP`, a name of macOS's `sysctl`, and a number of
-    Windows'."""
+    """Where each system reports a feature: a bit of Linux's `AT_HWCAP`, and a name of macOS's `sysctl`."""
 
     bit: int
     name: str
-    number: int
 
 
 _FEATURES = {
-    "lse": _Source(8, "hw.optional.arm.FEAT_LSE", 34),
-    "dotprod": _Source(20, "hw.optional.arm.FEAT_DotProd", 43),
+    "lse": _Source(8, "hw.optional.arm.FEAT_LSE"),
+    "dotprod": _Source(20, "hw.optional.arm.FEAT_DotProd"),
 }
 """The features that our kernels need, by LLVM's names: atomic additions in one instruction, and dot products of four
 bytes."""
@@ -31,7 +29,7 @@ def arm_features() -> dict[str, bool]:
 
     Every aarch64 CPU has NEON. A feature that the operating system does not report counts as missing.
     """
-    has = {"linux": _on_linux, "darwin": _on_macos, "win32": _on_windows}.get(sys.platform)
+    has = {"linux": _on_linux, "darwin": _on_macos}.get(sys.platform)
     return {"neon": True} | {name: has is not None and has()(source) for name, source in _FEATURES.items()}
 
 
@@ -51,8 +49,3 @@ def _on_macos() -> Callable[[_Source], bool]:
         return not failed and value.value != 0
 
     return is_said
-
-
-def _on_windows() -> Callable[[_Source], bool]:
-    ask = ctypes.WinDLL("kernel32").IsProcessorFeaturePresent  # type: ignore[attr-defined]
-    return lambda source: bool(ask(source.number))

@@ -9,7 +9,7 @@ from llvmlite import ir
 from smoe.kernels.attention import BLOCK, FIELDS
 from smoe.kernels.builder import Code, copies, text_of
 from smoe.kernels.isa import AVX512
-from smoe.kernels.kinds import FLOAT, HALF_WORD, LONG, POINTER, WORD, Value
+from smoe.kernels.kinds import FLOAT, HALF_WORD, Value
 from smoe.kernels.scores import add_scores, add_spread
 from smoe.kernels.softmax import add_softmax
 from smoe.kernels.weighted_values import add_finish, add_weigh
@@ -36,14 +36,14 @@ def _add_attention(module: ir.Module) -> None:
     code = Code(module, AVX512, "attention", ("*fields", "unit"))
     at, unit = code.arguments
     build = code.build
-    field = {name: code.load(LONG, code.element(at, LONG, n), 8) for n, name in enumerate(FIELDS)}
+    field = code.given(at, FIELDS)
     group, size, count = field["group"], field["size"], field["count"]
     key_row, value_row = field["key_row"], field["value_row"]
-    expf, scale = build.inttoptr(field["exp"], POINTER), build.bitcast(build.trunc(field["scale"], WORD), FLOAT)
+    expf, scale = code.pointer(field["exp"]), code.real(field["scale"])
     first, key_head = build.mul(unit, group), build.sdiv(unit, field["splits"])
 
     def own(name: str, kind: ir.Type, head: Value, distance: Value | int) -> Value:
-        return code.element(build.inttoptr(field[name], POINTER), kind, build.mul(head, code.number(distance)))
+        return code.element(code.pointer(field[name]), kind, build.mul(head, code.number(distance)))
 
     query = own("query", HALF_WORD, first, field["query_head"])
     keys = own("keys", HALF_WORD, key_head, field["key_head"])

@@ -95,6 +95,18 @@ class Code(BuiltFunction):
         """Return the value of the type `kind` that is stored at an address."""
         return self.build.load(pointer, align=align, typ=kind)
 
+    def given(self, pointer: Value, names: Sequence[str]) -> dict[str, Value]:
+        """Return the 64-bit integers that are stored at an address, by name."""
+        return {name: self.load(LONG, self.element(pointer, LONG, n), 8) for n, name in enumerate(names)}
+
+    def pointer(self, address: Value) -> Value:
+        """Return an address, given as an integer, as a pointer."""
+        return self.build.inttoptr(address, POINTER)
+
+    def real(self, bits: Value) -> Value:
+        """Return the float32 whose bits are the lower half of a 64-bit integer."""
+        return self.build.bitcast(self.build.trunc(bits, WORD), FLOAT)
+
     def store(self, value: Value, pointer: Value, align: int = 1) -> None:
         self.build.store(value, pointer, align=align)
 

@@ -23,8 +23,7 @@ _POINTERS = ("query", "keys", "values", "out", "scratch", "taken")
 def begun(module: ir.Module, layout: PromptLayout, name: str, *arguments: str) -> tuple[Code, list[Value]]:
     """Return a new machine code function with this name, and its arguments as values. Only code of the same module can
     call the function."""
-    code = Code(module, layout.isa, name, arguments)
-    code.function.linkage = "internal"
+    code = Code(module, layout.isa, name, arguments, is_local=True)
     return code, code.arguments
 
 
@@ -36,7 +35,7 @@ def field(code: Code, fields: Value, name: str) -> Value:
 
 def times(code: Code, value: Value, factor: Value | int) -> Value:
     """Return the product of two integers as a value of machine code."""
-    return code.build.mul(value, code.number(factor) if isinstance(factor, int) else factor)
+    return code.build.mul(value, code.number(factor))
 
 
 def smaller(code: Code, a: Value, b: Value | int) -> Value:

@@ -9,7 +9,7 @@ from llvmlite import ir
 
 from smoe.kernels.builder import Code, text_of
 from smoe.kernels.isa import AVX512, Isa
-from smoe.kernels.kinds import FLOAT, HALF_WORD, LONG, POINTER, WORD, Value
+from smoe.kernels.kinds import HALF_WORD, POINTER, Value
 from smoe.kernels.norm_code import add_functions as add_norm
 from smoe.kernels.token_attention import HEADS, LANES, LAST, NORM
 
@@ -22,46 +22,25 @@ def module_of(isa: Isa = AVX512) -> str:
     return text_of(module, isa.attributes)
 
 
-class _Given:
-    """The arguments of a function: words of 8 bytes at an address, by name."""
-
-    def __init__(self, code: Code, names: Sequence[str]) -> None:
-        self._code = code
-        self._words = {n: code.load(LONG, code.element(code.arguments[0], LONG, i), 8) for i, n in enumerate(names)}
-
-    def number(self, name: str) -> Value:
-        return self._words[name]
-
-    def pointer(self, name: str) -> Value:
-        return self._code.build.inttoptr(self._words[name], POINTER)
-
-    def real(self, name: str) -> Value:
-        build = self._code.build
-        return build.bitcast(build.trunc(self._words[name], WORD), FLOAT)
-
-
-def _begun(module: ir.Module, isa: Isa, name: str, names: Sequence[str]) -> tuple[Code, _Given]:
-    code = Code(module, isa, name, ("*arguments", "unit"))
-    return code, _Given(code, names)
-
-
 def _add_norm_row(module: ir.Module, isa: Isa) -> None:
-    code, given = _begun(module, isa, "norm_row", NORM)
-    x, weight, out = (given.pointer(name) for name in ("x", "weight", "out"))
-    code.call("rms_norm", [x, weight, out, code.number(1), given.number("size"), given.real("eps")])
+    code = Code(module, isa, "norm_row", ("*arguments", "unit"))
+    given = code.given(code.arguments[0], NORM)
+    x, weight, out = (code.pointer(given[name]) for name in ("x", "weight", "out"))
+    code.call("rms_norm", [x, weight, out, code.number(1), given["size"], code.real(given["eps"])])
     code.end()
 
 
 def _add_turn_heads(module: ir.Module, isa: Isa) -> None:
     """Add a function that handles one key head of a token. It rotates the key and the query heads that share it, and
     stores the key and the value in the KV cache."""
-    code, given = _begun(module, isa, "turn_heads", HEADS)
-    build, unit = code.build, code.arguments[1]
+    code = Code(module, isa, "turn_heads", ("*arguments", "unit"))
+    arguments, unit = code.arguments
+    build, given = code.build, code.given(arguments, HEADS)
     names = ("cos", "sin", "key_place", "value_place", "q", "k", "v", "q_weight", "k_weight")
-    cos, sin, key_place, value_place, q, k, v, q_weight, k_weight = (given.pointer(name) for name in names)
-    q_eps, k_eps = given.real("q_eps"), given.real("k_eps")
-    group, size = given.number("group"), given.number("size")
-    rest = [cos, sin, size, given.number("rotary")]
+    cos, sin, key_place, value_place, q, k, v, q_weight, k_weight = (code.pointer(given[name]) for name in names)
+    q_eps, k_eps = code.real(given["q_eps"]), code.real(given["k_eps"])
+    group, size = given["group"], given["size"]
+    rest = [cos, sin, size, given["rotary"]]
     first = build.mul(unit, group)
 
     def query(n: Value, _: list[Value]) -> Sequence[Value]:
@@ -71,9 +50,9 @@ def _add_turn_heads(module: ir.Module, isa: Isa) -> None:
 
     code.repeat(code.number(0), group, 1, [], query)
     offset = build.mul(unit, size)
-    key_to = code.element(key_place, HALF_WORD, build.mul(unit, given.number("key_head")))
+    key_to = code.element(key_place, HALF_WORD, build.mul(unit, given["key_head"]))
     code.call("head", [code.element(k, HALF_WORD, offset), key_to, k_weight, k_eps, *rest])
-    value_to = code.element(value_place, HALF_WORD, build.mul(unit, given.number("value_head")))
+    value_to = code.element(value_place, HALF_WORD, build.mul(unit, given["value_head"]))
     code.call("copied", [code.element(v, HALF_WORD, offset), value_to, code.number(0), size])
     code.end()
 
@@ -143,10 +122,11 @@ def _add_turned(module: ir.Module, isa: Isa) -> None:
 
 def _add_and_norm(module: ir.Module, isa: Isa) -> None:
     """Add a function that computes after = bf16(x + added), and its norm."""
-    code, given = _begun(module, isa, "add_and_norm", LAST)
+    code = Code(module, isa, "add_and_norm", ("*arguments", "unit"))
+    given = code.given(code.arguments[0], LAST)
     names = ("x", "after", "normed", "added", "weight")
-    x, after, normed, added, weight = (given.pointer(name) for name in names)
-    eps, size = given.real("eps"), given.number("size")
+    x, after, normed, added, weight = (code.pointer(given[name]) for name in names)
+    eps, size = code.real(given["eps"]), given["size"]
 
     def strip(i: Value, _: list[Value]) -> Sequence[Value]:
         total = code.build.fadd(_loaded(code, x, i), _loaded(code, added, i))

@@ -45,9 +45,8 @@ def module_of(isa: Isa) -> str:
     """Return the LLVM text of the function `choose_experts(arguments, unit)`."""
     module = ir.Module()
     code = Code(module, isa, NAME, ("*arguments", "unit"))
-    arguments = code.arguments[0]
-    word = {name: code.load(LONG, code.at(arguments, 8 * n), 8) for n, name in enumerate(WORDS)}
-    at = {name: code.build.inttoptr(value, POINTER) for name, value in word.items()}
+    word = code.given(code.arguments[0], WORDS)
+    at = {name: code.pointer(value) for name, value in word.items()}
     total = _softmax(code, at["logits"], at["candidates"], at["shares"], word["padded"])
     _choose(code, word, at, total)
     _in_ascending_order(code, word["top_k"], at)
