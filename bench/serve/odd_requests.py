@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from bench.serve.heavy_bodies import HEAVY, heavy_body
-from smoe.server.fields import ChatAsked, CompletionAsked, RequestFields, ResponseAsked
+from smoe.server.fields import ChatAsked, CompletionAsked, RequestFields
+from smoe.server.response_fields import ResponseAsked
 
 MOST_TOKENS, MOST_TEXTS = 4, 3
 _HEAVY_BYTES = (2_000, 60_000, 200_000, (4 << 20) - 1024, 6 << 20)

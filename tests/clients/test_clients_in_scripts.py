@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.conftest import RESULT
+from tests.clients.scripted import RESULT
 from tests.server.conftest import PATIENCE_SECONDS, Running
 
 SCRIPTS = Path(__file__).parent / "scripts"

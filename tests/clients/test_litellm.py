@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.clients.conftest import RESULT
+from tests.clients.scripted import RESULT
 from tests.clients.values import ASKED, TOOL, Person
 from tests.server.conftest import Running
 

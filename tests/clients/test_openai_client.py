@@ -5,7 +5,7 @@ from __future__ import annotations
 import openai
 import pytest
 
-from tests.clients.conftest import RESULT
+from tests.clients.scripted import RESULT
 from tests.clients.values import ASKED, QUESTION, TOOL, Person
 from tests.server.conftest import Running
 

@@ -10,8 +10,9 @@ from pydantic import ValidationError
 
 from smoe.errors import ConfigError, ContextError
 from smoe.server.field_errors import refusal_of
-from smoe.server.fields import ChatAsked, CompletionAsked, RequestFields, ResponseAsked
+from smoe.server.fields import ChatAsked, CompletionAsked, RequestFields
 from smoe.server.problem import ApiError, problem_of
+from smoe.server.response_fields import ResponseAsked
 
 SAID = [{"role": "user", "content": "x"}]
 MANY = dict.fromkeys(map(str, range(1025)), 0)

@@ -13,15 +13,16 @@ from openai.resources.chat.completions import Completions
 from openai.resources.completions import Completions as TextCompletions
 from openai.resources.responses import Responses
 
-from smoe.server.fields import ChatAsked, CompletionAsked, RequestFields, ResponseAsked
+from smoe.server.fields import ChatAsked, CompletionAsked, RequestFields
 from smoe.server.message_fields import MessagesAsked
 from smoe.server.neutral_fields import NEUTRAL, NeutralFields
 from smoe.server.problem import ApiError
+from smoe.server.response_fields import ResponseAsked
 
 OURS = {"seed", "top_k", "min_p", "repetition_penalty", "repeat_penalty", "chat_template_kwargs",
         "add_generation_prompt", "continue_final_message", "cache_prompt", "ignore_eos", "repeat_last_n",
         "thinking_budget_tokens", "grammar", "n_predict", "num_predict", "max_completion_tokens",
-        "response_format"}  # fmt: skip
+        "response_format", "client_metadata"}  # fmt: skip
 OTHERS = set(NeutralFields.model_fields)
 PATHS: dict[str, type[RequestFields]] = {
     "chat": ChatAsked, "completions": CompletionAsked, "responses": ResponseAsked, "messages": MessagesAsked

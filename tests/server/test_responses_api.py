@@ -101,7 +101,8 @@ def test_text_can_be_made_to_keep_to_a_schema(running: Running) -> None:
         ({"given": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "shell"}]}, "tools"),
+        ({"tools": [{"type": "namespace", "name": "n"}]}, "tools"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format"),
     ],
 )

@@ -300,6 +300,25 @@ def test_a_response_calls_too(running: Running) -> None:
     assert goes_on.usage.input_tokens > len("How warm is it?") + len("3 degrees") + len(call.name)
 
 
+@whatever_the_form
+def test_functions_of_a_namespace_are_called_by_both_names(running: Running) -> None:
+    """As codex offers those for its agents."""
+    space = {"type": "namespace", "name": "sky", "description": "Weather", "tools": FLAT}
+    asked = {"model": "demo", "input": "How warm is it?", "tools": [space], "tool_choice": "required", "temperature": 0}
+    first = running.client.responses.create(**asked)
+    (call,) = first.output
+    assert (call.namespace, call.name) in [("sky", tool["name"]) for tool in FLAT]
+    (streamed,) = list(running.client.responses.create(**asked, stream=True))[-1].response.output
+    assert (streamed.namespace, streamed.name, streamed.arguments) == ("sky", call.name, call.arguments)
+    answers.ResponseAnswer.model_validate(json.loads(running.http("POST", "/v1/responses", asked).text))
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "3 degrees"}
+    question = {"role": "user", "content": "How warm is it?"}
+    again = {"model": "demo", "tools": [space], "max_output_tokens": 2}
+    by_id = running.client.responses.create(**again, input=[output], previous_response_id=first.id)
+    sent = running.client.responses.create(**again, input=[question, call.model_dump(), output])
+    assert by_id.usage.input_tokens == sent.usage.input_tokens
+
+
 @pytest.mark.parametrize("running", ["hermes", "gpt-oss"], indirect=True)
 def test_calls_are_answered_as_is_described(running: Running) -> None:
     chat = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "max_tokens": 120}

@@ -12,8 +12,9 @@ from urllib.parse import unquote
 import pytest
 
 from smoe.server.body import UnknownFields, unknown_fields
-from smoe.server.fields import ChatAsked, RequestFields, ResponseAsked
+from smoe.server.fields import ChatAsked, RequestFields
 from smoe.server.message_fields import CountAsked, MessagesAsked
+from smoe.server.response_fields import ResponseAsked
 from smoe.server.serving import IGNORED_FIELDS
 from tests.server.conftest import Running, served
 
@@ -63,6 +64,12 @@ def test_a_stream_lists_them_too(running: Running) -> None:
     assert answer.status == 200 and answer.headers[IGNORED_FIELDS] == "best"
 
 
+def test_tools_of_other_servers_are_ignored_and_listed(running: Running) -> None:
+    body = {**BODIES["/v1/responses"], "tools": [{"type": "web_search", "external_web_access": False}], "own": 1}
+    answer = running.http("POST", "/v1/responses", body)
+    assert answer.status == 200 and answer.headers[IGNORED_FIELDS] == "own,tools[0]"
+
+
 def test_a_strict_server_names_the_nearest_field(demo: Any, demo_tokenizer: Any) -> None:
     with served(demo, demo_tokenizer, is_strict=True) as running:
         for path, body in BODIES.items():
@@ -74,6 +81,13 @@ def test_a_strict_server_names_the_nearest_field(demo: Any, demo_tokenizer: Any)
             answer = running.http("POST", path, {**body, "own": 1})
             assert answer.status == 400 and "Unrecognized request argument supplied: own" in answer.text
             assert running.http("POST", path, body).status == 200
+        search = {**BODIES["/v1/responses"], "tools": [{"type": "web_search"}]}
+        answer = running.http("POST", "/v1/responses", search)
+        assert (answer.status, answer.error["code"], answer.error["param"]) == (
+            400,
+            "unsupported_parameter",
+            "tools[0]",
+        )
         wrong_option = LOCAL_BODIES["/api/chat"] | {"options": {"num_predct": 1}}
         answer = running.http("POST", "/api/chat", wrong_option)
         assert answer.status == 400 and "(did you mean options.num_predict?)" in answer.text

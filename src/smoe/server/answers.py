@@ -272,6 +272,8 @@ class OutputCall(ResponseModel):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
+    """The namespace of `tools` that has the function."""
     arguments: str
     """The arguments as a JSON text."""
     status: Literal["in_progress", "completed", "incomplete"]

@@ -93,6 +93,12 @@ class AskedFields(BaseModel):
         """The name of the model that the request is for; None: the model that is served."""
         return None
 
+    @property
+    def ignored_parts(self) -> list[str]:
+        """The places of the request's parts that are known but ignored, such as tools that only other servers have. A
+        strict server refuses them, as it does unknown fields."""
+        return []
+
     def check_unsupported(self) -> None:
         """Raise an `ApiError` for a field whose value would change the response but is not supported."""
         for name, harmless in self.harmless().items():

@@ -20,10 +20,10 @@ from smoe.server.body import AskedFields
 from smoe.server.fields import (
     ChatAsked,
     CompletionAsked,
-    ResponseAsked,
 )
 from smoe.server.message_fields import CountAsked, MessagesAsked
 from smoe.server.ollama_fields import OllamaChatAsked, OllamaGenerateAsked, OllamaShowAsked
+from smoe.server.response_fields import ResponseAsked
 from smoe.server.serving import IGNORED_FIELDS
 from smoe.server.token_fields import DetokenizeAsked, TokenizeAsked
 

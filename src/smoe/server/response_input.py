@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from smoe.server.fields import ResponseAsked
 from smoe.server.problem import refused
 from smoe.server.prompts import text_of
+from smoe.server.response_fields import HOSTED_TOOLS, ResponseAsked
 from smoe.server.talk import Talk, template_of
 
 StoredItem = Callable[[str], dict[str, Any]]
@@ -24,7 +24,7 @@ def talk_of(
     first = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
     talk = Talk(
         messages=first + messages,
-        tools=[_tool(tool) for tool in asked.tools or ()],
+        tools=[function for tool in asked.tools or () for function in _functions(tool)],
         tool_choice=asked.tool_choice,
         is_single_call=asked.parallel_tool_calls is False,
         schema=_schema(asked),
@@ -77,16 +77,48 @@ def _parts(content: Any) -> list[dict[str, Any]]:
 def _add_call(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
     """Add a tool call to the last message if that message is the assistant's. Otherwise add the call as a message of
     its own."""
-    function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
+    name = _full_name(item["namespace"], item.get("name")) if item.get("namespace") else item.get("name")
+    function = {"name": name, "arguments": item.get("arguments", "{}")}
     call = {"id": str(item.get("call_id", "")), "type": "function", "function": function}
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     messages[-1].setdefault("tool_calls", []).append(call)
 
 
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+def names_within(tool: dict[str, Any]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield the functions of a namespace: the name that the model gets, and the names of namespace and function. A tool
+    of another type has none."""
+    if tool.get("type") == "namespace":
+        for function in _functions(tool):
+            name = function["function"]["name"]
+            yield name, (tool["name"], name.removeprefix(_full_name(tool["name"], "")))
+
+
+def _functions(tool: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the functions of one item of `tools`, in the form of chat completions: none for a tool of OpenAI's servers,
+    and those within a namespace with their full names."""
+    kind, inner = tool.get("type"), tool.get("tools")
+    if kind in HOSTED_TOOLS:
+        return
+    if kind != "namespace":
+        yield _function(tool)
+        return
+    if not isinstance(tool.get("name"), str) or not isinstance(inner, list):
+        raise refused("a namespace in 'tools' must have a 'name' and a list of 'tools'", "tools", "invalid_type")
+    for each in inner:
+        if not isinstance(each, dict):
+            raise refused("'tools' of a namespace must be a list of functions", "tools", "invalid_type")
+        function = _function(each)["function"]
+        yield {"type": "function", "function": {**function, "name": _full_name(tool["name"], function["name"])}}
+
+
+def _full_name(namespace: Any, name: Any) -> str:
+    return f"{namespace}.{name}"
+
+
+def _function(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-        raise refused("'tools' may contain only functions with a 'name'; this server has no built-in tools", "tools")
+        raise refused("'tools' may contain only functions with a 'name', and namespaces of such functions", "tools")
     if not isinstance(tool.get("parameters") or {}, dict):
         raise refused("the 'parameters' of a tool must be a JSON schema", "tools", "invalid_type")
     wanted: Iterable[str] = ("name", "description", "parameters")

@@ -16,10 +16,10 @@ from starlette.responses import Response
 from smoe.server.answer import EndpointAnswer
 from smoe.server.choice import ChoiceText, Delta
 from smoe.server.events import event, to_json
-from smoe.server.fields import ResponseAsked
 from smoe.server.output.output_reader import Part
 from smoe.server.problem import ApiError
-from smoe.server.response_input import talk_of
+from smoe.server.response_fields import ResponseAsked
+from smoe.server.response_input import names_within, talk_of
 from smoe.server.response_store import ResponseStore
 from smoe.server.serving import Serving
 from smoe.server.talk import Prepared, prepare
@@ -77,12 +77,15 @@ class _Form(NamedTuple):
     """The response before any output."""
     messages: bytes
     """The messages of the conversation."""
+    namespaces: dict[str, tuple[str, str]]
+    """{name of a function that the model gets: the names of its namespace and of the function in it}."""
 
 
 def _form_of(asked: ResponseAsked, model: str, messages: list[dict[str, Any]]) -> _Form:
     is_stored = asked.store is not False
     empty, stored = to_json(_empty(asked, model)), to_json(messages if is_stored else [])
-    return _Form(asked.settings, bool(asked.stream), is_stored, empty, stored)
+    namespaces = dict(name for tool in asked.tools or () for name in names_within(tool))
+    return _Form(asked.settings, bool(asked.stream), is_stored, empty, stored, namespaces)
 
 
 class _ResponsesAnswer(EndpointAnswer):
@@ -186,7 +189,9 @@ class _ResponsesAnswer(EndpointAnswer):
         yield self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
 
     def _open_call(self, call: Part) -> Iterator[bytes]:
-        item = {"id": "fc_" + secrets.token_hex(12), "type": "function_call", "call_id": call.id, "name": call.text}
+        namespace, name = self._form.namespaces.get(call.text, (None, call.text))
+        item = {"id": "fc_" + secrets.token_hex(12), "type": "function_call", "call_id": call.id, "name": name}
+        item |= {"namespace": namespace} if namespace is not None else {}
         self._output.append(item | {"arguments": "", "status": "in_progress"})
         yield self._event("response.output_item.added", output_index=len(self._output) - 1, item=self._output[-1])
 

@@ -170,13 +170,19 @@ class Serving:
             release_body(request.scope)
 
     def _prepared(self, kind: type[_A], data: bytes, work: Callable[[_A], _T]) -> tuple[_T, list[str]]:
-        """Return the result of `work` for a parsed body, and the names of the body's unknown fields."""
-        asked, unknown = asked_of(kind, data, self._unknown)
+        """Return the result of `work` for a parsed body, and the names of the body's ignored fields."""
+        asked, ignored = asked_of(kind, data, self._unknown)
         asked.check_unsupported()
+        ignored += asked.ignored_parts
+        if self.config.is_strict and ignored:
+            message = (
+                f"'{ignored[0]}' is not supported by this server, which refuses what it would ignore; leave it out"
+            )
+            raise refused(message, ignored[0], "unsupported_parameter")
         if asked.asked_model is not None:
             self.check_name(asked.asked_model, asked.tags)
         try:
-            return work(asked), unknown
+            return work(asked), ignored
         except Exception as error:
             problem = problem_of(error, asked.settings, self._is_whole_context)
         raise problem  # outside of the `except`: the error would keep what was parsed in memory
