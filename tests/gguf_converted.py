@@ -24,7 +24,7 @@ from transformers import (
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from smoe.models import deepseek
+from smoe.models import registration
 from tests import families, gguf_toy, zoo
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
@@ -317,7 +317,7 @@ def _value_heads(weight: torch.Tensor, config: PretrainedConfig) -> torch.Tensor
     return weight.view(values, -1, *weight.shape[1:])[order].view(weight.shape)
 
 
-def _qwen3_5(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
+def qwen3_5(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
     """As above, and value heads in another order, also in the columns of the output matrix."""
     if re.fullmatch(r"linear_attn\.(in_proj_[zab]\.weight|A_log|dt_bias)", rest):
         weight = _value_heads(weight, config)
@@ -346,11 +346,11 @@ def _state_metadata(config: PretrainedConfig) -> dict[str, Any]:
     }
 
 
-def _mrope_metadata(config: PretrainedConfig) -> dict[str, Any]:
+def mrope_metadata(config: PretrainedConfig) -> dict[str, Any]:
     return {**_state_metadata(config), "rope.dimension_sections": [*config.rope_parameters["mrope_section"], 0]}
 
 
-_STATE: dict[str, Any] = {
+STATE: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"] * 2,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 32,
@@ -361,16 +361,16 @@ _STATE: dict[str, Any] = {
     "head_dim": 16,
     "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
 }
-QWEN3_NEXT = Architecture("qwen3next", "qwen3_next", _STATE, _qwen3_next, _state_metadata)
+QWEN3_NEXT = Architecture("qwen3next", "qwen3_next", STATE, _qwen3_next, _state_metadata)
 QWEN3_5_MOE = Architecture(
     "qwen35moe",
     "qwen3_5_moe_text",
     {
-        **_STATE,
-        "rope_parameters": {**_STATE["rope_parameters"], "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+        **STATE,
+        "rope_parameters": {**STATE["rope_parameters"], "mrope_section": [2, 1, 1], "mrope_interleaved": True},
     },
-    _qwen3_5,
-    _mrope_metadata,
+    qwen3_5,
+    mrope_metadata,
     "qwen35",
 )
 
@@ -759,7 +759,7 @@ NEMOTRON = Architecture(
 NEMOTRON_SUPER = NEMOTRON._replace(config={**_NEMOTRON, "moe_latent_size": 32})
 
 
-def _kimi_linear(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
+def kimi_linear(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
     part = rest.removeprefix("self_attn.")
     if part == "conv1d.weight":
         for kind, each in zip("qkv", weight.chunk(3), strict=True):
@@ -815,7 +815,7 @@ KIMI_LINEAR = Architecture(
         "linear_head_dim": 32,
         "linear_conv_kernel_dim": 3,
     },
-    _kimi_linear,
+    kimi_linear,
     _kimi_linear_metadata,
     "kimi-k2",
     frozenset({"rope_parameters"}),
@@ -944,7 +944,7 @@ GEMMA4 = Architecture(
     _gemma4_metadata,
 )
 
-_V4_NAMES = {
+V4_NAMES = {
     "self_attn.q_a_proj.weight": "attn_q_a.weight",
     "self_attn.q_a_norm.weight": "attn_q_a_norm.weight",
     "self_attn.q_b_proj.weight": "attn_q_b.weight",
@@ -971,8 +971,8 @@ _V4_NAMES = {
 
 
 def _deepseek_v4(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
-    if rest in _V4_NAMES:
-        yield _V4_NAMES[rest], weight
+    if rest in V4_NAMES:
+        yield V4_NAMES[rest], weight
     else:
         yield from usual(rest, weight, config)
 
@@ -1341,7 +1341,7 @@ def _hy_v4(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors
     }
     if rest in heads:
         weight = _pairs_at_the_end(weight, heads[rest], config.qk_rope_head_dim)
-    names = {**_V4_NAMES, "self_attn.gate_proj.weight": "attn_gate.weight"}
+    names = {**V4_NAMES, "self_attn.gate_proj.weight": "attn_gate.weight"}
     yield from ((names[rest], weight),) if rest in names else indexed(rest, weight, config)
 
 
@@ -1434,7 +1434,7 @@ def _bailing3(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tens
         is_of_state = len(weight) == config.num_attention_heads * config.linear_head_dim
         yield "ssm_g_a.weight" if is_of_state else "attn_gate.weight", weight
     else:
-        yield from _kimi_linear(rest, weight, config)
+        yield from kimi_linear(rest, weight, config)
 
 
 def _bailing3_metadata(config: PretrainedConfig) -> dict[str, Any]:
@@ -1543,7 +1543,9 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "exaone-moe": EXAONE,
     "bailingmoe3": BAILING3,
 }
-deepseek.register()
+registration.register_local_families("deepseek")
+if "glm5_next_text" in CONFIG_MAPPING:
+    registration.register_local_families("glm5_next_text")
 ALL = {name: family for name, family in _ARCHITECTURES.items() if family.model_type in CONFIG_MAPPING}
 """By architecture, and the published family where one architecture has several: those that the installed transformers
 has."""

@@ -348,6 +348,7 @@ def write_file(
             kind = Type.F32 if weight.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] else kind
             rows = weight.flatten(0, 2) if weight.dim() == 4 else weight
             data = gguf.quants.quantize(rows.detach().float().numpy(), kind)
+            data = data.reshape(weight.shape) if weight.dim() == 4 else data
             writer.add_tensor(key, data, raw_dtype=None if kind in (Type.F32, Type.F16) else kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -369,7 +370,10 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     kinds: dict[type, Callable[..., None]]
     kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     kinds[list] = writer.add_array
-    kinds[type(value)](key, value)
+    if re.search(r"\.ple\.(head|layer)_", key):  # numbers of a hash function, which have up to 64 bits
+        writer.add_key_value(key, value, gguf.GGUFValueType.ARRAY, sub_type=gguf.GGUFValueType.UINT64)
+    else:
+        kinds[type(value)](key, value)
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, split: str | None) -> None:

@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests import gguf_converted as converted
+from tests import gguf_sparse as sparse
 from tests.gguf_converted import Architecture, Tensors, usual
 
 _SLIDING = ["sliding_attention", "full_attention"] * 2
@@ -362,6 +363,11 @@ _ARCHITECTURES: dict[str, Architecture] = {
 }
 TOYS = {
     **converted.ALL,
-    **{name: family for name, family in _ARCHITECTURES.items() if family.model_type in CONFIG_MAPPING},
+    **{
+        name: family
+        for name, family in (_ARCHITECTURES | sparse.ARCHITECTURES).items()
+        if family.model_type in CONFIG_MAPPING
+    },
 }
-"""All toys: those of `gguf_converted.py`, and these, of which the installed transformers has a class."""
+"""All toys: those of `gguf_converted.py` and `gguf_sparse.py`, and these, of which the installed transformers has a
+class."""

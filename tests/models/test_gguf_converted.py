@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
-from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from smoe import from_pretrained
 from smoe.errors import CheckpointError, SmoeError, UnsupportedModelError
@@ -261,6 +262,24 @@ def test_the_text_part_of_a_model_of_images(tmp_path: Path, open_model: Open) ->
     assert_near(steps(ours, ids), steps(library, ids), 1e-4)
 
 
+@pytest.mark.parametrize("name", ["deepseek", "bailingmoe", "glm5-next"])
+def test_a_class_of_our_own_is_registered_with_the_library(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process that has read no such model before; making the toy has registered the class."""
+    family = TOYS[name]
+    path = converted.write(tmp_path / "toy.gguf", family, converted.make(family))
+    for mapping in (CONFIG_MAPPING, AutoModelForCausalLM._model_mapping):
+        own = {key: each for key, each in mapping._extra_content.items() if family.model_type not in (key, _type(key))}
+        monkeypatch.setattr(mapping, "_extra_content", own)
+    read_spec(path, configure(context_tokens=32))
+
+
+def _type(key: Any) -> str:
+    """The `model_type` of a configuration class."""
+    return str(getattr(key, "model_type", ""))
+
+
 def test_entries_that_are_missing_or_odd_are_errors_or_harmless(toy: Toy) -> None:
     header = read_gguf_header(toy.path)
     entries = entries_of(header, checkpoint_at(toy.path).tensors())
@@ -286,6 +305,8 @@ def test_parts_of_a_matrix_take_its_bytes_together(tmp_path: Path) -> None:
     ("name", "changed", "message"),
     [
         ("bailingmoe3", {"swiglu_clamp_exp": [0.0, 0.0, 7.0, 0.0]}, "limits the outputs of its experts' gates"),
+        ("glm5-next", {"swiglu_clamp_shexp": [0.0] * 4}, r"shared experts to \[0.0\].*has one limit for all"),
+        ("qwen4exp", {"ple.layers": [0, 2]}, "tables in 2 layers"),
         ("jamba", {"attention.head_count_kv": [2, 2, 0, 2]}, r"attention in the layers \[0, 1, 3\]"),
         ("llama4 Scout", {"attention.sliding_window": 0}, "'llama4.attention.sliding_window' is 0"),
         ("deepseek4", {"expert_gating_func": 2}, "'deepseek4.expert_gating_func' is 2"),

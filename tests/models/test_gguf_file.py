@@ -296,7 +296,6 @@ def test_a_split_model_is_opened_from_any_part(number: int, tmp_path: Path) -> N
     ("architecture", "reason"),
     [
         ("grok", "transformers has no class"),
-        ("qwen4exp", "depends on the values of its weights"),
         ("clip", "sees images"),
         ("dflash", "draft model"),
         ("rnd1", "by diffusion"),

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -25,6 +26,8 @@ from smoe.models.read_spec import read_spec
 from smoe.models.stored_tables import check_table
 from smoe.presets import configure
 from tests import families, oracle
+from tests import gguf_converted as converted
+from tests.gguf_sparse import QWEN4
 
 PROMPT = oracle.PROMPT.clamp(max=110)
 TABLES = {f"model.layers.{layer}.ple.ple_embedding.ngram_embedding" for layer in (0, 2)}
@@ -78,6 +81,19 @@ def test_a_missing_or_damaged_part_is_refused(
     table(torch.tensor([0]))
     with pytest.raises(CheckpointError, match=r"shard_11.* is NaN or infinite in BF16"):
         table(torch.tensor([0, table.num_embeddings - 1]))
+
+
+def test_rows_of_a_quantised_table_are_read_from_a_gguf_file(
+    tmp_path: Path, open_model: Callable[..., PreTrainedModel]
+) -> None:
+    library = converted.make(QWEN4)
+    path = converted.write(tmp_path / "toy.gguf", QWEN4, library, Type.Q8_0)
+    name = "model.layers.2.ple.ple_embedding.ngram_embedding"
+    spec, ours = read_spec(path, configure(context_tokens=64)), open_model(path, "half", dtype="float32")
+    table = ours.get_submodule(name)
+    assert isinstance(table, StoredEmbedding) and table.form.name == "Q8_0"
+    assert torch.equal(table.whole(), library.get_submodule(name).weight)
+    assert spec.outline.tables == {f"{name}.weight"} and f"{name}.weight" not in spec.dense
 
 
 def test_tensors_that_make_no_table(tmp_path: Path) -> None:

@@ -136,10 +136,19 @@ def _grouped_behind_keys(parts: Tensors, config: Any) -> torch.Tensor:
     return torch.cat([rows[:keys], _grouped(rows[keys:], config)])
 
 
-GROUPED = Arrangement(lambda parts, config: _grouped(parts[0], config), moves_rows=True)
-GROUPED_BEHIND_KEYS = Arrangement(_grouped_behind_keys, moves_rows=True)
-GROUPED_COLUMNS = Arrangement(lambda parts, config: _grouped(parts[0].T, config).T)
-GROUPED_LOGARITHM = Arrangement(lambda parts, config: _logarithm([_grouped(parts[0], config)], config))
+_GROUPED = Arrangement(lambda parts, config: _grouped(parts[0], config), moves_rows=True)
+_GROUPED_BEHIND_KEYS = Arrangement(_grouped_behind_keys, moves_rows=True)
+GROUPED_STATE = {
+    "linear_attn.A_log": Arrangement(lambda parts, config: _logarithm([_grouped(parts[0], config)], config)),
+    "linear_attn.conv1d.weight": _GROUPED_BEHIND_KEYS,
+    "linear_attn.dt_bias": _GROUPED,
+    "linear_attn.in_proj_a.weight": _GROUPED,
+    "linear_attn.in_proj_b.weight": _GROUPED,
+    "linear_attn.in_proj_qkv.weight": _GROUPED_BEHIND_KEYS,
+    "linear_attn.in_proj_z.weight": _GROUPED,
+    "linear_attn.out_proj.weight": Arrangement(lambda parts, config: _grouped(parts[0].T, config).T),
+}
+"""The arrangements of linear attention in files from Qwen3.5 on, whose value heads are in another order."""
 
 
 def _joined(parts: Tensors, config: Any) -> torch.Tensor:
@@ -149,6 +158,8 @@ def _joined(parts: Tensors, config: Any) -> torch.Tensor:
     return torch.cat(list(parts))
 
 
+JOINED_INDEXER = Arrangement(_joined, ("indexer.q_proj.weight", "indexer.k_proj.weight"), moves_rows=True)
+"""The query and key matrices of an indexer, which transformers stores as one matrix."""
 JOINED_DENSE = Arrangement(_joined, ("ffn_gate.weight", "ffn_up.weight"), moves_rows=True)
 """The gate and up matrices of a dense layer, which transformers stores as one matrix."""
 JOINED_SHARED = Arrangement(_joined, ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), moves_rows=True)

@@ -1,7 +1,7 @@
 """The architectures of GGUF files that smoe reads: names of sizes, implied values, and how stored tensors become
 weights.
 
-To support a new architecture, add an entry to one of the four tables, and a toy model to the tests.
+To support a new architecture, add an entry to one of the five tables, and a toy model to the tests.
 """
 
 from __future__ import annotations
@@ -11,12 +11,19 @@ from pathlib import Path
 
 from smoe.errors import CheckpointError, NotMoEError, UnsupportedModelError
 from smoe.memory.gguf_header import GgufHeader
-from smoe.models import gguf_attention_families, gguf_latent_families, gguf_state_families, gguf_window_families
+from smoe.models import (
+    gguf_attention_families,
+    gguf_latent_families,
+    gguf_sparse_families,
+    gguf_state_families,
+    gguf_window_families,
+)
 from smoe.models.gguf_family import Entries, GgufFamily
 
 FAMILIES: Mapping[str, GgufFamily] = {
     **gguf_attention_families.FAMILIES,
     **gguf_latent_families.FAMILIES,
+    **gguf_sparse_families.FAMILIES,
     **gguf_state_families.FAMILIES,
     **gguf_window_families.FAMILIES,
 }
@@ -37,17 +44,12 @@ _OTHER_KINDS = {
 }
 """{architecture that is not a language model: what it is}."""
 _NO_CLASS = "transformers has no class for it"
-_DEPENDS_ON_NUMBERS = (
-    "what transformers' class computes depends on the values of its weights, so it cannot be examined without them"
-)
 _REFUSED = {
     **dict.fromkeys(("arctic", "deci", "grok", "grovemoe", "kimi-k3", "maple", "minicpm", "smallthinker"), _NO_CLASS),
-    "glm5-next": _DEPENDS_ON_NUMBERS,
     "llada-moe": "it generates text by diffusion, not token by token",
     "minimax-01": "transformers stores its keys and values in a cache that only this family has",
     "mistral3": "transformers' class for it has no experts",
     "phimoe": "its files lack the factors of its scaled positions (short_mscale, long_mscale)",
-    "qwen4exp": _DEPENDS_ON_NUMBERS,
     "step35": "transformers does not expose its experts to other implementations",
 }
 """{known architecture whose files with experts are not supported: the reason}."""

@@ -74,6 +74,8 @@ class Arrangement(NamedTuple):
     a tensor is missing, the file stores the weight itself under its own name."""
     is_part: bool = False
     """Whether the weight consists of only some rows of the tensor."""
+    is_computed: bool = False
+    """Whether the weight follows from the configuration alone, and the file has no tensor for it."""
     moves_rows: bool = False
     """Whether `whole` only moves complete rows. Then it can also be applied to quantized codes, so that the weight
     stays quantized."""
@@ -105,6 +107,8 @@ class GgufFamily:
     names: Mapping[str, str] = field(default_factory=dict)
     """{transformers' name within a layer: name of the tensor}, if the gguf package lacks the name or has another
     one."""
+    shared_names: Mapping[str, str] = field(default_factory=dict)
+    """{transformers' name within a layer: name of the tensor}, if the tensor's name does not contain the layer."""
     named_as: str = ""
     """For an architecture that the gguf package lacks: another architecture with the same tensor names."""
     arrangements: Mapping[str, Arrangement] = field(default_factory=dict)

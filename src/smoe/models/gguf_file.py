@@ -25,8 +25,9 @@ from smoe.models.gguf_sizes import GgufSizes
 from smoe.models.gguf_sources import WeightSource
 from smoe.models.gguf_tokenizer import read_gguf_tokenizer, read_sampling
 from smoe.models.quantised_linear import keep_on_disk, keep_quantised
+from smoe.models.registration import register_local_families
 from smoe.models.spec import LibrarySpec
-from smoe.models.stored_tables import keep_tables_on_disk
+from smoe.models.stored_tables import check_table, keep_tables_on_disk
 from smoe.models.weight_bytes import OnBytes, WeightBytes
 
 
@@ -35,6 +36,7 @@ class GgufFile(GgufSizes):
 
     def config(self) -> PretrainedConfig:
         family, fields = self.fields()
+        register_local_families(family)
         with naming(f"{self.place} describes no configuration", ModelError):
             config: PretrainedConfig = AutoConfig.for_model(family, **fields)
         config._name_or_path = str(self.place)
@@ -55,6 +57,8 @@ class GgufFile(GgufSizes):
             name: source for name, source in self._sources(spec).items() if all(key in stored for key in source.keys)
         }
         tables = {name: (stored[sources.pop(name).keys[0]],) for name in spec.outline.tables}
+        for name, parts in tables.items():
+            check_table(parts, spec.outline.weights[name].shape)
         # torch's memory begins at a cache line, as our kernels require of matrices
         wide = {name for name, weight in spec.outline.weights.items() if weight.is_wide}
         state = {name: _room(weights[name], name in spec.dense, name in wide) for name in sources}

@@ -108,14 +108,14 @@ def _indexed(entries: Entries, fields: dict[str, Any]) -> None:
     fields["mlp_layer_types"] = dense_first(dense, count)
 
 
-_INDEXER_SIZES = {
+INDEXER_SIZES = {
     "attention.indexer.head_count": "index_n_heads",
     "attention.indexer.key_length": "index_head_dim",
     "attention.indexer.top_k": "index_topk",
 }
 _INDEXED = GgufFamily(
     "glm_moe_dsa",
-    {**_DEEPSEEK_V3.sizes, **_INDEXER_SIZES},
+    {**_DEEPSEEK_V3.sizes, **INDEXER_SIZES},
     fixed=_DEEPSEEK_V3.fixed,
     allowed={"expert_gating_func": SIGMOID},
     read=frozenset({"attention.head_count_kv", "rope.scaling.yarn_log_multiplier"}),
@@ -197,7 +197,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
     "deepseek4": GgufFamily(
         "deepseek_v4",
         {
-            **_INDEXER_SIZES,
+            **INDEXER_SIZES,
             "attention.compress_rope_freq_base": "compress_rope_theta",
             "attention.key_length": "head_dim",
             "attention.output_group_count": "o_groups",
@@ -240,7 +240,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
         "dots3_note_text",
         {
             **DEEPSEEK_SIZES,
-            **_INDEXER_SIZES,
+            **INDEXER_SIZES,
             "attention.sliding_window": "sliding_window",
             "expert_weights_norm": "norm_topk_prob",
         },
@@ -260,7 +260,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
         "hy_v4",
         {
             **DEEPSEEK_SIZES,
-            **_INDEXER_SIZES,
+            **INDEXER_SIZES,
             "expert_weights_norm": "norm_topk_prob",
             "hyper_connection.count": "hc_mult",
             "hyper_connection.epsilon": "hc_eps",

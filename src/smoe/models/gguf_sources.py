@@ -26,7 +26,7 @@ class WeightSource(NamedTuple):
     """The stored tensors from which a transformers weight is made, and their conversion."""
 
     keys: tuple[str, ...]
-    """The keys of the tensors."""
+    """The keys of the tensors; empty for a weight that follows from the configuration."""
     arrangement: Arrangement | None = None
     """The conversion; None if the weight is a stored tensor itself."""
 
@@ -48,6 +48,8 @@ class WeightSource(NamedTuple):
         parts = [tensors[key] for key in self.keys]
         if self.arrangement is None:
             check_shape(parts[0], shape)
+        elif self.arrangement.is_computed:
+            return
         elif not _fit([math.prod(part.shape) for part in parts], math.prod(shape), self.arrangement.is_part):
             raise CheckpointError(
                 f"the tensors {', '.join(map(repr, self.keys))} in {parts[0].path} have the shapes "
@@ -72,7 +74,10 @@ def sources_of(family: GgufFamily, entries: Entries, names: Iterable[str], layer
 def _source(family: GgufFamily, entries: Entries, name: str, table: TensorNameMap | None) -> WeightSource:
     match = _IN_LAYER.fullmatch(name)
     prefix, rest = (f"blk.{match[1]}.", match[2]) if match else ("", name)
-    arrangement, key = family.arrangements.get(rest), _own_key(family, prefix, rest, name, table)
+    arrangement = family.arrangements.get(rest)
+    if arrangement is not None and arrangement.is_computed:
+        return WeightSource((), arrangement)
+    key = _own_key(family, prefix, rest, name, table)
     if arrangement is not None and arrangement.sources:
         keys = tuple(prefix + source for source in arrangement.sources)
         return WeightSource(keys, arrangement) if key is None or key not in entries.tensors else WeightSource((key,))
@@ -89,6 +94,8 @@ def _own_key(family: GgufFamily, prefix: str, rest: str, name: str, table: Tenso
     translated."""
     if rest in family.names:
         return prefix + family.names[rest]
+    if rest in family.shared_names:
+        return family.shared_names[rest]
     if prefix and _CORRECTION.fullmatch(rest):
         return f"{prefix}exp_probs_b.bias"
     if table is None:

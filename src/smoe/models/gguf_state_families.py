@@ -8,10 +8,7 @@ from typing import Any
 
 from smoe.errors import UnsupportedModelError
 from smoe.models.gguf_arrangements import (
-    GROUPED,
-    GROUPED_BEHIND_KEYS,
-    GROUPED_COLUMNS,
-    GROUPED_LOGARITHM,
+    GROUPED_STATE,
     JOINED_CONVOLUTIONS,
     JOINED_SHARED,
     KEYS_AND_VALUES,
@@ -38,7 +35,7 @@ def _linear_attention(entries: Entries, fields: dict[str, Any]) -> None:
     fields["layer_types"] = ["linear_attention" if each else "full_attention" for each in has_state]
 
 
-_QWEN_STATE = {
+QWEN_STATE = {
     "attention.key_length": "head_dim",
     "expert_count": "num_experts",
     "expert_feed_forward_length": "moe_intermediate_size",
@@ -48,7 +45,7 @@ _QWEN_STATE = {
     "ssm.state_size": "linear_key_head_dim",
     "ssm.time_step_rank": "linear_num_value_heads",
 }
-_QWEN_NORMS = dict.fromkeys(
+QWEN_NORMS = dict.fromkeys(
     (
         "model.norm.weight",
         "input_layernorm.weight",
@@ -58,10 +55,11 @@ _QWEN_NORMS = dict.fromkeys(
     ),
     LESS_ONE,
 )
-_QWEN_STATE_NAMES = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
+QWEN_STATE_NAMES = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
 
 
-def _qwen35(entries: Entries, fields: dict[str, Any]) -> None:
+def qwen35(entries: Entries, fields: dict[str, Any]) -> None:
+    """Add the configuration fields of `_linear_attention`, and the sections of rotary embeddings for images."""
     _linear_attention(entries, fields)
     sections = entries.values.get("rope.dimension_sections")
     if sections:
@@ -316,33 +314,23 @@ FAMILIES: Mapping[str, GgufFamily] = {
     ),
     "qwen3next": GgufFamily(
         "qwen3_next",
-        _QWEN_STATE,
+        QWEN_STATE,
         complete=_linear_attention,
         has_partial_rotary=True,
-        names=_QWEN_STATE_NAMES,
+        names=QWEN_STATE_NAMES,
         arrangements={
-            **_QWEN_NORMS,
+            **QWEN_NORMS,
             "linear_attn.A_log": LOGARITHM,
             "linear_attn.in_proj_qkvz.weight": QUERY_KEY_VALUE_GATE,
         },
     ),
     "qwen35moe": GgufFamily(
         "qwen3_5_moe_text",
-        _QWEN_STATE,
-        complete=_qwen35,
+        QWEN_STATE,
+        complete=qwen35,
         has_partial_rotary=True,
-        names=_QWEN_STATE_NAMES,
-        arrangements={
-            **_QWEN_NORMS,
-            "linear_attn.A_log": GROUPED_LOGARITHM,
-            "linear_attn.conv1d.weight": GROUPED_BEHIND_KEYS,
-            "linear_attn.dt_bias": GROUPED,
-            "linear_attn.in_proj_a.weight": GROUPED,
-            "linear_attn.in_proj_b.weight": GROUPED,
-            "linear_attn.in_proj_qkv.weight": GROUPED_BEHIND_KEYS,
-            "linear_attn.in_proj_z.weight": GROUPED,
-            "linear_attn.out_proj.weight": GROUPED_COLUMNS,
-        },
+        names=QWEN_STATE_NAMES,
+        arrangements={**QWEN_NORMS, **GROUPED_STATE},
         split="qwen35",
     ),
 }

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 LOCAL_FAMILIES: dict[str, str] = {
     "deepseek": "smoe.models.deepseek",
+    "glm5_next_text": "smoe.models.glm5_next",
     "xverse": "smoe.models.xverse",
 }
 """`model_type` -> the module that defines its classes and a `register()` function."""

@@ -1,0 +1,42 @@
+"""GLM-5.3-Flash without its image part (`glm5_next_text`), which GGUF files contain.
+
+transformers has a class for the whole model only. This class combines transformers' language model, its output matrix
+and the `forward` of its causal language models.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import nn
+from transformers import AutoModelForCausalLM, GenerationMixin
+from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
+from transformers.models.glm5_next.modeling_glm5_next import Glm5NextPreTrainedModel, Glm5NextTextModel
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+
+class Glm5NextForCausalLM(Glm5NextPreTrainedModel, GenerationMixin):
+    """The language model that `AutoModelForCausalLM` returns for `model_type: glm5_next_text`."""
+
+    config_class = Glm5NextTextConfig
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: Glm5NextTextConfig) -> None:
+        super().__init__(config)
+        self.model = Glm5NextTextModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    forward = LlamaForCausalLM.forward
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """Return True always, because other code may compute the experts. transformers would look for its decorator in
+        this file, which only imports the experts."""
+        return True
+
+
+def register() -> None:
+    """Register the class with `AutoModelForCausalLM`. Further calls have no effect."""
+    AutoModelForCausalLM.register(Glm5NextTextConfig, Glm5NextForCausalLM, exist_ok=True)
