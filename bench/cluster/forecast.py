@@ -27,9 +27,9 @@ from bench.cluster.results import spread, write
 from bench.cluster.speed import KINDS, Cell, aligned, circumstances, main_times, measure, one_machine, seconds
 from bench.cluster.workers import Shape
 from smoe.presets import configure
+from smoe.simulator.cluster import SimulatedRun, TokenWaits
 from smoe.simulator.cluster_draft import DraftTimes
 from smoe.simulator.cluster_forecast import foretell
-from smoe.simulator.cluster_ours import OurRun, TokenWaits
 
 MOST_MEDIAN, MOST_WORST = 0.15, 0.35
 """Errors that forecasts may have."""
@@ -130,7 +130,7 @@ def pieces_of(shape: Shape, found: dict[str, Any], has_draft: bool) -> Pieces:
     return Pieces.of(found[_WITH_DRAFT if has_draft else _RESIDENT], found[_LOADING], found[_ALONE], shape.layers)
 
 
-def foretold(shape: Shape, found: dict[str, Any], cell: Cell) -> list[OurRun]:
+def foretold(shape: Shape, found: dict[str, Any], cell: Cell) -> list[SimulatedRun]:
     """A cell by what was found apart from it: on each of the recorded texts as many tokens as it decodes."""
     hops, unshaped = (Hops(**found[_hops_of(link)]) for link in (cell.link, UNSHAPED))
     settings = dict(KINDS[cell.kind])

@@ -25,8 +25,9 @@ from smoe.expert import EXACT, ExpertKey
 from smoe.policy.placement import Placement, WorkerView, by_turns, group
 from smoe.policy.plan import DEVICE, FIRST_WORKER, Serve
 from smoe.routing import Phase, Routing
-from smoe.simulator.cluster import DecodedToken, Wire, WorkerTimes
+from smoe.simulator.cluster import DecodedToken, Wire
 from smoe.simulator.cluster_draft import DraftTimes, SimulatedDraft
+from smoe.simulator.cluster_machine import WorkerTimes
 from smoe.simulator.events import Events, Resource
 
 _NAMES_BYTES = 64

@@ -12,7 +12,7 @@ from functools import partial
 from math import ceil
 
 from smoe.expert import ExpertKey
-from smoe.simulator.cluster import WorkerTimes
+from smoe.simulator.cluster_machine import WorkerTimes
 from smoe.simulator.events import Events
 
 

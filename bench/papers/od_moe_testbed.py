@@ -23,7 +23,8 @@ from bench.papers.cluster import AlignedDraft, ClusterSetting
 from bench.papers.cluster_prefill import PromptTimes
 from bench.papers.geometry import MIXTRAL
 from smoe.memory.emulation import read_profile
-from smoe.simulator.cluster import Wire, WorkerTimes
+from smoe.simulator.cluster import Wire
+from smoe.simulator.cluster_machine import WorkerTimes
 
 BITS = 32
 ALL_RESIDENT = 4.89

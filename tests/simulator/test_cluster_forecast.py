@@ -9,7 +9,7 @@ import pytest
 
 from smoe.expert import EXACT
 from smoe.routing import Phase, Routing
-from smoe.simulator.cluster import DecodedToken
+from smoe.simulator.cluster import DecodedToken, TokenWaits
 from smoe.simulator.cluster_draft import DraftTimes
 from smoe.simulator.cluster_forecast import (
     MeasuredCoordinator,
@@ -19,7 +19,6 @@ from smoe.simulator.cluster_forecast import (
     foretell,
     named_at,
 )
-from smoe.simulator.cluster_ours import TokenWaits
 
 WORKER = MeasuredWorker(load=4.0, expert=0.5, hop=1.0, slots=8)
 MAIN = MeasuredCoordinator(layer=1.0)

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from smoe.expert import EXACT, ExpertKey
-from smoe.simulator.cluster import WorkerTimes
-from smoe.simulator.cluster_machine import SimulatedMachine, SimulatedRequest
+from smoe.simulator.cluster_machine import SimulatedMachine, SimulatedRequest, WorkerTimes
 from smoe.simulator.events import Events
 
 LOAD, EXPERT = 4.0, 0.5

@@ -26,7 +26,7 @@ from smoe.report.forecast import survey_of
 from smoe.report.on_clock import Work, times_for
 from smoe.report.outlook import Case
 from smoe.routing import Routing
-from smoe.simulator.cluster import DecodedToken
+from smoe.simulator.cluster import DecodedToken, SimulatedRun, TokenWaits
 from smoe.simulator.cluster_draft import DraftTimes
 from smoe.simulator.cluster_forecast import (
     MeasuredCoordinator,
@@ -36,7 +36,6 @@ from smoe.simulator.cluster_forecast import (
     foretell,
     named_at,
 )
-from smoe.simulator.cluster_ours import OurRun, TokenWaits
 from smoe.simulator.synthetic import SAYS, TYPICAL, DrawnShape, synthesise
 from smoe.units import format_seconds
 
@@ -338,12 +337,12 @@ def _replayed(work: Work, trace: Sequence[Routing] | None) -> tuple[list[Decoded
     return tokens[begin:], before
 
 
-def _seconds(run: OurRun) -> float:
+def _seconds(run: SimulatedRun) -> float:
     counted = run.token_seconds[_WARM_UP:]
     return sum(counted) / len(counted)
 
 
-def _case(workers: int, schedule: str, run: OurRun) -> ClusterCase:
+def _case(workers: int, schedule: str, run: SimulatedRun) -> ClusterCase:
     counted = len(run.token_seconds) - _WARM_UP
     waits = TokenWaits(*(sum(of) / counted for of in zip(*run.waits[_WARM_UP:], strict=True)))
     there, here = run.loads_since(_WARM_UP)

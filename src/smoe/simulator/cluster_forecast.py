@@ -16,9 +16,9 @@ from smoe.expert import ExpertKey
 from smoe.policy.placement import group
 from smoe.policy.plan import DEVICE, FIRST_WORKER
 from smoe.routing import Phase, Routing
-from smoe.simulator.cluster import DecodedToken, Wire, WorkerTimes
+from smoe.simulator.cluster import DecodedToken, SimulatedCluster, SimulatedRun, Wire, decode
 from smoe.simulator.cluster_draft import DraftTimes
-from smoe.simulator.cluster_ours import OurCluster, OurRun, decode
+from smoe.simulator.cluster_machine import WorkerTimes
 
 SPREAD = 0.05
 """The relative standard deviation of the durations of loads (docs/log/cluster.md)."""
@@ -71,7 +71,7 @@ def foretell(
     before: Sequence[ExpertKey] = (),
     spread: float = SPREAD,
     everything: Sequence[ExpertKey] = (),
-) -> OurRun:
+) -> SimulatedRun:
     """Simulate the decoding of these tokens on a cluster. A draft model, if there is one, runs on the coordinator.
 
     `placement`: one of `PLACEMENT`. With a draft model, workers receive the predictions in `DecodedToken.named` as soon
@@ -90,7 +90,7 @@ def foretell(
     )
     if here is not None and everything and coordinator.slots >= len(everything):
         held[DEVICE] = list(everything)
-    cluster = OurCluster(
+    cluster = SimulatedCluster(
         coordinator.layer,
         Wire(port.bytes_per_second, 0.0, coordinator.message),
         port.row_bytes,

@@ -13,12 +13,28 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 
 from smoe.expert import ExpertKey
-from smoe.simulator.cluster import WorkerTimes
 from smoe.simulator.events import Events, Resource
+
+
+@dataclass(frozen=True)
+class WorkerTimes:
+    """The times of a worker in seconds, and its number of slots."""
+
+    load: float
+    """Seconds to load one expert into a slot."""
+    expert: float
+    """Seconds to compute one expert for one row (token)."""
+    slots: int = 1
+    away: float = 0.0
+    """Seconds that a message to the worker takes in one direction, in addition to `Wire.delay`."""
+    chunk: float | None = None
+    """Seconds to read one chunk of an expert. A load that is no longer needed stops after the current chunk. None: such
+    a load is completed."""
 
 
 class SimulatedRequest:

@@ -18,7 +18,8 @@ import pytest
 from bench.papers.cluster import AlignedDraft, ClusterSetting, decode
 from bench.papers.cluster_worker import SimulatedWorker
 from smoe.expert import EXACT
-from smoe.simulator.cluster import DecodedToken, Wire, WorkerTimes
+from smoe.simulator.cluster import DecodedToken, Wire
+from smoe.simulator.cluster_machine import WorkerTimes
 from smoe.simulator.events import Events
 
 LAYER, LOAD, EXPERT, MESSAGE, DELAY = 1.0, 4.0, 0.5, 0.5, 0.5

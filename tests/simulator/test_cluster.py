@@ -12,9 +12,9 @@ from dataclasses import replace
 import pytest
 
 from smoe.policy.placement import PLACEMENT
-from smoe.simulator.cluster import DecodedToken, Wire, WorkerTimes
+from smoe.simulator.cluster import DecodedToken, SimulatedCluster, SimulatedRun, Wire, decode
 from smoe.simulator.cluster_draft import DraftTimes
-from smoe.simulator.cluster_ours import OurCluster, OurRun, decode
+from smoe.simulator.cluster_machine import WorkerTimes
 
 LAYERS, EXPERTS, CHOSEN, TOKENS = 5, 8, 2, 30
 DRAFTS = [None, DraftTimes(0.3), DraftTimes(0.3, is_early=True)]
@@ -33,10 +33,10 @@ def drawn(seed: int, recall: float = 0.8) -> list[DecodedToken]:
     return [token() for _ in range(TOKENS)]
 
 
-def cluster(placement: str, workers: int = 4, slots: int = 6, **more: object) -> OurCluster:
+def cluster(placement: str, workers: int = 4, slots: int = 6, **more: object) -> SimulatedCluster:
     machine = WorkerTimes(2.0, 0.25, slots, away=0.1)
     here = replace(machine, slots=CHOSEN) if placement == "finish" else None
-    found = OurCluster(1.0, Wire(100.0, 0.05, 0.02), 1.0, [machine] * workers, placement, here, spread=0.05)
+    found = SimulatedCluster(1.0, Wire(100.0, 0.05, 0.02), 1.0, [machine] * workers, placement, here, spread=0.05)
     return replace(found, **more)  # type: ignore[arg-type]
 
 
@@ -72,7 +72,7 @@ def test_with_room_for_all_nobody_loads_anything_twice(placement: str) -> None:
     assert max(map(len, together.loads.values())) <= distinct(tokens)
 
 
-def waited(run: OurRun) -> float:
+def waited(run: SimulatedRun) -> float:
     return sum(waits.loads for waits in run.waits)
 
 
