@@ -24,7 +24,7 @@ WORDS = ("logits", "padded", "top_k", "is_normalised", "candidates", "shares", "
 """The names of the 8-byte words at the address `arguments`:
 
     logits                      address of bf16 [padded], the router's product; entries after the last expert are -inf
-    padded                      the number of experts, rounded up to whole registers (`PADDING`)
+    padded                      the number of experts, rounded up to whole registers
     top_k, is_normalised        K; 1 if the K weights are divided by their sum, else 0
     candidates, shares          addresses of scratch memory, float32 [padded] each
     chosen, weights             addresses of the results in transformers' order: int64 [K] and bf16 [K]
@@ -33,7 +33,6 @@ WORDS = ("logits", "padded", "top_k", "is_normalised", "candidates", "shares", "
     places, places_count        address of int64 [n, 3], (address of a field, i, m): the field receives the address
                                 of matrix m of the i-th chosen expert in ascending order; n, which may be 0
 """
-PADDING = 16
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _TAYLOR = tuple(1.0 / math.factorial(n) for n in range(8))
 _LEAST = -87.0
