@@ -348,7 +348,7 @@ def write_file(
             kind = Type.F32 if weight.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] else kind
             rows = weight.flatten(0, 2) if weight.dim() == 4 else weight
             data = gguf.quants.quantize(rows.detach().float().numpy(), kind)
-            data = data.reshape(weight.shape) if weight.dim() == 4 else data
+            data = data.reshape(weight.shape) if "ssm_conv1d_" in key else data  # has four dimensions in files
             writer.add_tensor(key, data, raw_dtype=None if kind in (Type.F32, Type.F16) else kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
