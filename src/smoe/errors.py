@@ -84,7 +84,7 @@ class ConfigError(SmoeError, ValueError):
         name."""
         names = list(choices)
         allowed = ", ".join(names)
-        message = f"`{setting}` is {given!r}{_meant(str(given), names)}; choose one of: {allowed}"
+        message = f"`{setting}` is {given!r}{suggested(str(given), names)}; choose one of: {allowed}"
         return cls(message, setting=setting, given=given, allowed=allowed)
 
     @classmethod
@@ -108,10 +108,10 @@ class ConfigError(SmoeError, ValueError):
         return cls(message, setting=setting, given=given, allowed=f"only with {owner}")
 
 
-def _meant(given: str, names: list[str]) -> str:
+def suggested(given: str, names: Iterable[str]) -> str:
     """Return a suggestion of a similar name; empty if there is none. Names that differ in digits only, such as int4 and
     int5, are no misspellings of each other."""
-    near = get_close_matches(given.lower(), names, n=1, cutoff=_NEAR)
+    near = get_close_matches(given.lower(), list(names), n=1, cutoff=_NEAR)
     if not near or (near[0] != given.lower() and near[0].strip(digits) == given.lower().strip(digits)):
         return ""
     return f" (did you mean {near[0]}?)"

@@ -115,6 +115,7 @@ def test_what_is_missing_is_said(run: Run, seen: Callable[[], dict[str, Any]], t
     assert ran.code == 2 and "codex is not installed" in ran.err and "npm install -g @openai/codex" in ran.err
     ran = run("launch", "nowhere", "--port", "1")
     assert ran.code == 2 and "known programs: aider, claude, codex, opencode, qwen" in ran.err
+    assert "qwen (did you mean claude?)" in run("launch", "claud", "--port", "1").err
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         ran = run("launch", "aider", "--port", free.getsockname()[1])

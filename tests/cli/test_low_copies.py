@@ -80,7 +80,7 @@ def test_a_run_says_where_its_thresholds_come_from(run, packed):
     ran = run("generate", packed, *HOBBIT, *FEW, "-p", "hello", "--max-new-tokens", 2)
     words = " ".join(ran.err.split())
     assert (
-        "low_threshold=0.6 is used: dropped beyond 0.9: HOBBIT's own for Mixtral" in words
+        "--low-threshold 0.6 is used: dropped beyond 0.9: HOBBIT's own for Mixtral" in words
         and "smoe tune --shares" in words
     )
 

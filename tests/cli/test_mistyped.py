@@ -26,6 +26,8 @@ from tests.forked import Forked
         ("serve --port x", "--port is 'x'; it must be a whole number; smoe serve --help lists the options"),
         ("serve --port", "--port needs a value"),
         ("pack", "MODEL is missing; smoe pack --help lists the options"),
+        ("plan demo 8GiB", "unexpected argument '8GiB'; smoe plan --help lists the options"),
+        ("generate demo Tom", "unexpected argument 'Tom'; to give it as a prompt: -p Tom; smoe generate --help"),
         ("nothing", "no such command 'nothing'; smoe --help lists the commands"),
         ("launch", "smoe launch needs a program to start: " + ", ".join(PROGRAMS)),
     ],
@@ -74,8 +76,26 @@ def test_only_what_is_near_is_suggested(run):
     assert "did you mean --memory?" in run("generate", "demo", "--memroy", "3", "-p", "Hi").err
 
 
+def test_a_prompt_without_its_option_is_quoted_as_it_must_be_typed(run):
+    refused = run("generate", "demo", "Once upon a time")
+    assert "-p 'Once upon a time'; smoe generate --help" in refused.err and refused.err.count("\n") == 1
+
+
 def test_a_mistyped_command_gets_a_suggestion(run):
-    assert "(did you mean 'generate'?); smoe --help lists the commands" in run("genrate").err
+    assert "no such command 'genrate' (did you mean generate?); smoe --help lists the commands" in run("genrate").err
+    assert "no such command 'jion' (did you mean join?); smoe cluster --help" in run("cluster", "jion").err
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("run", "chat"), ("version", "--version"), ("-v", "--version")])
+def test_words_of_other_programs_are_translated(run, typed, meant):
+    assert f"(did you mean {meant}?); smoe --help lists the commands" in run(typed).err
+
+
+@pytest.mark.parametrize("option", ["-m", "--model"])
+def test_a_model_that_is_given_by_an_option_is_shown_in_its_place(run, option):
+    for command in ("generate", "serve"):
+        refused = run(command, option, "./my model")
+        assert f"{option} is unknown: the model is given without an option: smoe {command} './my model';" in refused.err
 
 
 @pytest.mark.parametrize(

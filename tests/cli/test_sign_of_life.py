@@ -21,6 +21,7 @@ LOADING = [HEADERS, "loading ", "preparing "]
 PHASES = {
     "generate": ((*DEMO, "-p", "One", "--max-new-tokens", 2), [IMPORTS, *LOADING]),
     "chat": (DEMO, [IMPORTS, *LOADING]),
+    "plan": (DEMO, ["simulating runs"]),
     "doctor": (("--folder", "FOLDER"), [IMPORTS]),
     "verify": (("TOY", *ROOM), [IMPORTS, HEADERS, *LOADING]),
     "pack": (("TOY",), [IMPORTS, HEADERS]),

@@ -258,7 +258,7 @@ def test_a_price_is_found_remembered_and_used_where_it_holds(run, checkpoint, pr
     used = run(*ask, "--memory", "2700KiB")
     assert (
         used.json["alpha"] == ran.json["alpha"]
-        and f"alpha={ran.json['alpha']:g} is used: as you measured it: " in used.err
+        and f"--alpha {ran.json['alpha']:g} is used: as you measured it: " in used.err
     )
     given = run(*ask, "--memory", "2700KiB", "--alpha", 0.1)
     assert given.json["alpha"] == 0.1 and "priced" not in given.err

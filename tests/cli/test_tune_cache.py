@@ -24,7 +24,7 @@ def test_weights_are_fitted_remembered_and_used(run, checkpoint, traces):
     )
     used = run("generate", checkpoint, *SIZE, "--eviction", "multidimensional", "-p", "once", "--max-new-tokens", 2)
     shown = ",".join(f"{weight:.3g}" for weight in said["cache_weights"])
-    assert f"cache_weights={shown} is used: as fitted on 23 recorded steps" in used.err
+    assert f"--set cache_weights={shown} is used: as fitted on 23 recorded steps" in used.err
     table = run("tune", checkpoint, *SIZE, "--cache", first)
     assert f"cache_weights {shown}" in table.out and "held out" not in table.out and "--held-out" in table.err
 

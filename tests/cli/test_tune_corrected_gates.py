@@ -30,7 +30,8 @@ def test_corrections_are_learned_remembered_and_used(run, checkpoint, text):
     assert str(path_of("corrected-gates", checkpoint)) in ran.err.replace("\n", "")
     used = run("generate", checkpoint, *SIZE, "--prefetch", "corrected-gates", "-p", "once", "--max-new-tokens", 4)
     assert (
-        used.code == 0 and "prefetch=corrected-gates is used: corrections learned on 900 tokens of mine.txt" in used.err
+        used.code == 0
+        and "--prefetch corrected-gates is used: corrections learned on 900 tokens of mine.txt" in used.err
     )
     plain = run("generate", checkpoint, *SIZE, "--prefetch", "none", "-p", "once", "--max-new-tokens", 4)
     assert used.out == plain.out, "what is guessed is not seen"

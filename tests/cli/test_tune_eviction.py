@@ -29,7 +29,7 @@ def test_it_is_learned_remembered_and_used(run, checkpoint, traces, monkeypatch)
     assert said["decode_steps"] == 23 and said["misses"].keys() == set(module.RIVALS)
     assert said["held_out_misses"]["belady"] <= min(said["held_out_misses"].values())
     used = run("generate", checkpoint, *SIZE, "--eviction", "learned", "-p", "once", "--max-new-tokens", 2)
-    assert used.code == 0 and "eviction=learned is used: as trained on 23 recorded steps" in used.err
+    assert used.code == 0 and "--eviction learned is used: as trained on 23 recorded steps" in used.err
     replayed = run("replay", second, "--slots", said["slots"], "--eviction", "learned", "--json")
     assert replayed.json["misses"] == said["held_out_misses"]["learned"]
     table = run("tune", checkpoint, *SIZE, *asked[:4], "--tokens", 20)

@@ -82,9 +82,9 @@ def test_auto_keeps_its_place_unless_another_is_clearly_faster(run, checkpoint, 
     assert says in ran.err
     assert f"--eviction auto {'is now' if then == 'lru' else 'stays'} {then} where about" in ran.err
     used = run("generate", checkpoint, *SIZE, "-p", "once", "--max-new-tokens", 2)
-    assert ("eviction=lru is used: won the tournament on mine.txt" in used.err) == (then == "lru")
+    assert ("--eviction lru is used: won the tournament on mine.txt" in used.err) == (then == "lru")
     elsewhere = run("generate", checkpoint, "--resident", "90%", "--context", 128, "-p", "once", "--max-new-tokens", 2)
-    assert "eviction=auto is used: as without a tournament: the nearest result is for" in elsewhere.err
+    assert "--eviction auto is used: as without a tournament: the nearest result is for" in elsewhere.err
 
 
 @pytest.mark.parametrize(

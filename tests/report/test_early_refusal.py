@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from smoe.errors import BudgetError, ConfigError, ModelError
+from smoe.errors import BudgetError, CheckpointError, ConfigError, ModelError
 from smoe.load.pretrained import load
 from smoe.presets import configure
 from smoe.report.early_refusal import refuse_early, refuse_empty_prompts
@@ -85,3 +85,27 @@ def test_an_empty_prompt_is_refused_where_files_show_that_no_token_begins_a_text
             refuse_empty_prompts(str(folder), ["x", ""])
     else:
         refuse_empty_prompts(str(folder), ["x", ""])
+
+
+def test_a_context_that_the_model_does_not_have_is_refused(model: str) -> None:
+    config = configure(context_tokens=10**8)
+    with pytest.raises(ConfigError, match=r"more than the \d+ positions") as early:
+        refuse_early(model, config)
+    with pytest.raises(ConfigError) as late:
+        load(model, config)
+    assert str(early.value) == str(late.value)
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "folder"])
+def test_files_that_are_no_model_are_refused(name: str, toy: Any, tmp_path: Path) -> None:
+    place = tmp_path / name
+    if name == "folder":
+        place.mkdir()
+        shutil.copy(toy("mixtral") / "config.json", place)
+    else:
+        place.write_text("hello")
+    with pytest.raises(CheckpointError) as early:
+        refuse_early(str(place), configure())
+    with pytest.raises(CheckpointError) as late:
+        load(place, configure())
+    assert str(early.value) == str(late.value)

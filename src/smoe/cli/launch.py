@@ -17,7 +17,7 @@ from typing import IO, Annotated, Any
 import typer
 
 from smoe.cli.programs import PROGRAMS, Program, RunningServer, program_of
-from smoe.errors import ConfigError, SmoeError
+from smoe.errors import ConfigError, SmoeError, suggested
 
 EPILOG = """Examples:
 
@@ -79,7 +79,8 @@ def _executable(program: Program) -> str:
     found = shutil.which(program.command)
     if found is not None:
         return found
-    how = f"install it: {program.install}" if program.install else f"known programs: {', '.join(PROGRAMS)}"
+    known = f"known programs: {', '.join(PROGRAMS)}{suggested(program.command, PROGRAMS)}"
+    how = f"install it: {program.install}" if program.install else known
     raise ConfigError(
         f"the program {program.command} is not installed (PATH has no such program); {how}",
         setting="program",

@@ -5,6 +5,8 @@ The parser's exceptions are recognised by their attributes, because typer has it
 
 from __future__ import annotations
 
+import re
+import shlex
 from difflib import get_close_matches
 from typing import Any
 
@@ -20,11 +22,19 @@ _ELSEWHERE = {
     "--temp": "--temperature",
     "-f": "--prompt-file",
     "--file": "--prompt-file",
+    "-v": "--version",
+    "-V": "--version",
 }
 """{option of another program: the option of smoe with the same meaning}."""
+_COMMANDS_ELSEWHERE = {"run": "chat", "help": "--help", "version": "--version"}
+"""{command of another program: the command or option of smoe with the same meaning}."""
+_MODEL_OPTIONS = ("-m", "--model")
+"""Options with which other programs are given the model."""
+_NO_COMMAND = re.compile(r"No such command '(.*?)'\..*", re.DOTALL)
 _NEAR = 0.7
 """How similar an option must be to be suggested, from 0 to 1."""
 _UNPARSED = ", unable to parse"
+_EXTRA = re.compile(r"Got unexpected extra argument(?:s|\(s\))? \((.*)\)", re.DOTALL)
 _KINDS = {"a valid integer": "a whole number", "a valid number": "a number"}
 
 
@@ -55,15 +65,27 @@ def allowed_value(error: Any) -> str:
 def _what(error: Any, context: Any) -> str:
     name, parameter = getattr(error, "option_name", None), getattr(error, "param", None)
     if name is not None and hasattr(error, "possibilities"):
-        return f"the option {name} is unknown{_meant(name, error.possibilities, context)}"
+        return f"the option {name} is unknown{_meant_option(name, error.possibilities, context)}"
     if name is not None:
         return f"{name} needs a value"
     if parameter is not None and str(error.message).startswith("Input should be "):
         return f"{_named(parameter)} is {_given(error)}; it must be {allowed_value(error)}"
     if parameter is not None and not error.message:
         return f"{_named(parameter)} is missing"
-    text, _, meant = str(error.format_message()).rstrip(".").partition(". Did you mean ")
-    return text[:1].lower() + text[1:] + (f" (did you mean {meant})" if meant else "")
+    extra = _EXTRA.fullmatch(str(error.message))
+    if extra is not None:
+        return f"unexpected argument {extra[1]!r}{_as_prompt(extra[1], context)}"
+    command = _NO_COMMAND.fullmatch(str(error.format_message()))
+    if command is not None and context is not None:
+        return f"no such command {command[1]!r}{_meant_command(command[1], context)}"
+    text = str(error.format_message()).rstrip(".")
+    return text[:1].lower() + text[1:]
+
+
+def _as_prompt(given: str, context: Any) -> str:
+    """Return how to give an argument as a prompt, if the command takes prompts; else an empty text."""
+    takes_prompts = context is not None and any("--prompt" in each.opts for each in context.command.params)
+    return f"; to give it as a prompt: -p {shlex.quote(given)}" if takes_prompts else ""
 
 
 def _listed(context: Any) -> str:
@@ -80,9 +102,20 @@ def _given(error: Any) -> str:
     return "not valid" if value is None else repr(value)
 
 
-def _meant(name: str, possibilities: Any, context: Any) -> str:
+def _meant_command(name: str, context: Any) -> str:
+    """Return a suggestion: the command with the same meaning, or one with a similar name; empty if there is none."""
+    near = get_close_matches(name, context.command.commands, n=1, cutoff=_NEAR)
+    meant = _COMMANDS_ELSEWHERE.get(name) if context.parent is None else None
+    return f" (did you mean {meant or near[0]}?)" if meant or near else ""
+
+
+def _meant_option(name: str, possibilities: Any, context: Any) -> str:
     """Return a suggestion: the option with the same meaning, or one with a similar name; empty if there is none."""
-    known = [] if context is None else [option for each in context.command.params for option in each.opts]
+    parameters = [] if context is None else context.command.params
+    if name in _MODEL_OPTIONS and any(each.name == "model" for each in parameters):
+        model = shlex.quote(typed_value([name]) or "demo")
+        return f": the model is given without an option: {context.command_path} {model}"
+    known = [option for each in parameters for option in each.opts if option.startswith("-")]
     meant = _ELSEWHERE.get(name)
     found = [meant] if meant in known else get_close_matches(name, [*known, *(possibilities or ())], n=1, cutoff=_NEAR)
     return f" (did you mean {found[0]}?)" if found else ""

@@ -68,11 +68,12 @@ def command(engine: MachineOptions, model: Model = "demo", json: Json = False, d
     smoe's own decisions on this machine, or on that of --profile. It also shows what other budgets, presets, precisions
     and a faster disk would achieve, and the command to type.
     """
-    from smoe.cli.console import note, print_json
+    from smoe.cli.console import doing, note, print_json
     from smoe.report.forecast import forecast
 
     config = engine.config()
-    result = forecast(model, config, engine.revision)
+    with doing("simulating runs"):
+        result = forecast(model, config, engine.revision)
     if json:
         command_line = None if result.outlook is None else _command(result.model, result.outlook)
         print_json(result.as_json() | {"command": command_line})

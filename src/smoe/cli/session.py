@@ -10,7 +10,7 @@ from typing import Any
 import transformers
 from transformers import PreTrainedModel
 
-from smoe.cli.console import Patience, note, warn
+from smoe.cli.console import Patience, as_options, note, warn
 from smoe.cli.keeping import warn_if_unwritable
 from smoe.cli.settings import in_words
 from smoe.config import EngineConfig
@@ -122,7 +122,8 @@ def described(engine: Engine) -> list[str]:
 
 def settings_chosen(engine: Engine) -> list[str]:
     """Return a line for each setting that the user left out and that was chosen for the model, with the reason."""
-    return [f"{name}={in_words(getattr(engine.config, name))} is used: {why}" for name, why in engine.reasons.items()]
+    reasons = engine.reasons.items()
+    return [as_options(f"`{name}={in_words(getattr(engine.config, name))}` is used: {why}") for name, why in reasons]
 
 
 def _check_prompts(

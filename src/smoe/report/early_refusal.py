@@ -1,5 +1,5 @@
-"""Refuses a budget that cannot hold a model, and an empty prompt, before the libraries that would load the model are
-imported."""
+"""Refuses what cannot be loaded, such as a budget that cannot hold a model, and an empty prompt, before the libraries
+that would load the model are imported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from smoe.load.device import planned_device
 from smoe.load.ledger import fit_context, make_ledger, open_if_here, outside_budget
 from smoe.machine.device import CPU
 from smoe.memory.checkpoint_json import read_object
+from smoe.models.described import described_at
+from smoe.models.family_outline import plain_config
 from smoe.models.files import local_place
+from smoe.models.finish_spec import choose_context
 from smoe.models.model_sizes import by_arithmetic
 from smoe.models.plain_config import UndescribedError
 from smoe.policy.budget import minimum_bytes
@@ -24,29 +27,42 @@ _WITHOUT_TOKENS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 def refuse_early(model: str, config: EngineConfig) -> None:
-    """Raise `BudgetError` if a local model does not fit its budget: the same error as loading would raise, but sooner.
+    """Raise the error that loading would raise for a local model, but sooner: for files that are missing or of another
+    kind, for a context that the model does not have, and for a budget that does not hold it.
 
-    The check covers only model families and settings that need no library. Workers and low-precision copies are checked
-    when the model is loaded. If the budget is sufficient, weight files are not read.
+    The check covers only model families and settings that need no library. If the budget is sufficient, weight files
+    are not read.
     """
-    device, place = planned_device(config), local_place(model)
-    asks_for_more = config.cluster is not None or config.has_low or config.precision != "auto"
-    asks_for_more |= predictor_kind(config.prefetch).has_weights  # these take a part of the budget
-    if config.memory_bytes is None or asks_for_more or place is None:
-        return
-    if device != CPU or config.device == EMULATED:
+    place = local_place(model)
+    if place is None:
         return
     try:
-        checkpoint, spec = by_arithmetic(place, config)
-        outside = outside_budget(spec, config)
-        spec, fitted, _ = fit_context(spec, config, lambda each: each.demand(config, each.least_slot_bytes()), outside)
-        others = sum(outside.values()) if config.count == "process" else 0
-        if minimum_bytes(spec.demand(fitted, spec.least_slot_bytes())) + others <= config.memory_bytes:
-            return
-        store = open_if_here(checkpoint, spec, CPU)
+        described = described_at(place)
+        choose_context(plain_config(*described.fields()), config)
+        if not described.has_weights():
+            described.tensors()  # raises the error
+        if config.memory_bytes is not None and _decides_alone(config):
+            _refuse_budget(place, config, config.memory_bytes)
     except UndescribedError:
         return
-    make_ledger(spec, fitted, CPU, store, outside=outside)
+
+
+def _decides_alone(config: EngineConfig) -> bool:
+    """Return whether arithmetic shows what the model needs. Workers, low-precision copies, packs and predictors are
+    checked when the model is loaded."""
+    is_plain = config.cluster is None and not config.has_low and config.precision == "auto"
+    is_here = config.device != EMULATED and planned_device(config) == CPU
+    return is_plain and is_here and not predictor_kind(config.prefetch).has_weights
+
+
+def _refuse_budget(place: Path, config: EngineConfig, memory_bytes: int) -> None:
+    """Raise `BudgetError` if the model does not fit its budget."""
+    checkpoint, spec = by_arithmetic(place, config)
+    outside = outside_budget(spec, config)
+    spec, fitted, _ = fit_context(spec, config, lambda each: each.demand(config, each.least_slot_bytes()), outside)
+    others = sum(outside.values()) if config.count == "process" else 0
+    if minimum_bytes(spec.demand(fitted, spec.least_slot_bytes())) + others > memory_bytes:
+        make_ledger(spec, fitted, CPU, open_if_here(checkpoint, spec, CPU), outside=outside)
 
 
 def refuse_empty_prompts(model: str, prompts: Sequence[str]) -> None:
