@@ -19,7 +19,7 @@ from smoe.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from smoe.cli.summary import Setup
+    from smoe.cli.summary import RunSetup
     from smoe.generation.detokenizer import OnText
     from smoe.generation.generate import Answer
     from smoe.generation.sampling import Sampling
@@ -178,7 +178,7 @@ def _run(
     *,
     streams: bool,
     watch: bool,
-) -> tuple[RunReport, Setup]:
+) -> tuple[RunReport, RunSetup]:
     """Generate, and return the report and the engine's setup for the summary."""
     from smoe.cli.console import Patience, warn
 

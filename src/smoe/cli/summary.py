@@ -28,7 +28,7 @@ _MET = 1.1
 
 
 @dataclass(frozen=True)
-class Setup:
+class RunSetup:
     """How a model was set up for a run: the lines of the summary that do not depend on what was measured."""
 
     budget: str
@@ -44,15 +44,15 @@ class Setup:
         return [*rows, ("chat template", _UNUSED_TEMPLATE)] if self.has_template else rows
 
 
-def setup_of(engine: Engine, *, has_template: bool) -> Setup:
+def setup_of(engine: Engine, *, has_template: bool) -> RunSetup:
     """Return how an engine was set up."""
     from smoe.cli.session import describe, settings_chosen
 
     budget = describe(engine.ledger, engine.budget_reason, engine.config.keeps_experts)
-    return Setup(budget.removeprefix("budget "), settings_chosen(engine), has_template)
+    return RunSetup(budget.removeprefix("budget "), settings_chosen(engine), has_template)
 
 
-def print_summary(report: RunReport, setup: Setup) -> None:
+def print_summary(report: RunReport, setup: RunSetup) -> None:
     """Print a generation's summary, one line for each subject; the terminal wraps long lines."""
     _print([("budget", setup.budget), *_rows(report), *setup.remarks])
 
