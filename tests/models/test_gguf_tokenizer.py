@@ -10,6 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,21 @@ def test_a_text_is_split_as_the_file_says(pre: str, tmp_path: Path) -> None:
     splitter = tokenizer.backend_tokenizer.pre_tokenizer
     found = [SPLIT_TEXT[begin:end] for _, (begin, end) in splitter.pre_tokenize_str(SPLIT_TEXT)]
     assert found == SPLIT_INTO[SAME_AS.get(pre, pre)].split("|")
+
+
+@pytest.mark.parametrize("pre", ["sarvam-moe", "gemma4"])
+def test_texts_that_are_not_split(pre: str, tmp_path: Path) -> None:
+    """As Gemma 4's, by the name of the rule: such a file states the kind of byte-level vocabularies."""
+    name, found = "gemma-4", EXTRACT["vocabularies"]["gemma-4"]
+    theirs = extracted(name, tmp_path / "gemma4.gguf")
+    merges = list(found["merges"])
+    kinds = dict(zip(theirs.convert_ids_to_tokens(range(len(theirs))), repeat(NORMAL), strict=False))
+    kinds |= dict.fromkeys(BYTES, BYTE)
+    tokenizer = write(tmp_path / "v.gguf", "gpt2", kinds, merges=merges, pre=pre)
+    for number, expected in found["expected"].items():
+        text = EXTRACT["texts"][int(number)]
+        assert pieces(tokenizer, text) == expected, text
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
 
 
 def test_laguna_splits_lines_first(tmp_path: Path) -> None:

@@ -113,5 +113,8 @@ _RULES: Mapping[str, Split] = {
     "bloom poro-chat gpt3-finnish": Split((_BLOOM,)),
     "viking": Split((_BLOOM, r"\p{N}")),
 }
+UNSPLIT = ("gemma4", "sarvam-moe")
+"""The names of the rule not to split texts. Vocabularies with this rule are not byte-level, and have a character for
+spaces."""
 SPLITS: Mapping[str, Split] = {name: split for names, split in _RULES.items() for name in names.split()}
 """The pre-tokenizers by their name in the file."""

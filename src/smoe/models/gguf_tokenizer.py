@@ -17,7 +17,7 @@ from smoe.models.config_file import check_values
 from smoe.models.files import naming
 from smoe.models.gguf_backend import add_whole_tokens, by_scores, byte_level, unsplit
 from smoe.models.gguf_families import FAMILIES, architecture_of
-from smoe.models.gguf_splits import SPLITS, Split
+from smoe.models.gguf_splits import SPLITS, UNSPLIT, Split
 from smoe.models.gguf_vocabulary import NORMAL, Vocabulary, read_vocabulary
 
 _log = logging.getLogger(__name__)
@@ -50,7 +50,8 @@ def read_gguf_tokenizer(header: GgufHeader) -> PreTrainedTokenizerFast:
     or the pre-tokenizer is not supported.
     """
     vocabulary = read_vocabulary(header)
-    split = _split_of(vocabulary) if vocabulary.model == "gpt2" else None
+    is_byte_level = vocabulary.model == "gpt2" and vocabulary.entry("pre") not in UNSPLIT
+    split = _split_of(vocabulary) if is_byte_level else None
     with naming(f"{header.path} has no usable tokenizer"):
         numbers = _special_numbers(vocabulary)
         backend = _backend(vocabulary, split)
@@ -67,6 +68,8 @@ def _backend(vocabulary: Vocabulary, split: Split | None) -> Tokenizer:
     """Return the tokenizer for the kind of the vocabulary, without the tokens that are matched as a whole."""
     if split is not None:
         return byte_level(vocabulary, split)
+    if vocabulary.model == "gpt2":
+        return unsplit(vocabulary)
     kinds = {"llama": by_scores, "gemma4": unsplit}
     if vocabulary.model not in kinds:
         raise UnsupportedModelError(
