@@ -102,6 +102,18 @@ def test_mapped_ids_stay_from_turn_to_turn() -> None:
     assert short_ids(Conversation([*called("call_1"), *called("call_2")])).messages[: len(one)] == one
 
 
+def test_text_joins_the_reasoning_where_a_template_takes_one_of_both(make: Make) -> None:
+    """As gpt-oss's template before a call. Without calls, or without reasoning, the text stays."""
+    template = (
+        "{% for m in messages %}{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception('both') }}"
+        "{% endif %}({{ m.thinking }}|{{ m.content }}){% endfor %}"
+    )
+    thought = {"role": "assistant", "content": "Wait.", "reasoning_content": "I look.", "tool_calls": [call("a")]}
+    said = {"role": "assistant", "content": "Wait.", "reasoning_content": "I look."}
+    written = make(template).write(Conversation([USER, thought, said]))
+    assert written == "(|Hi)(I look.\n\nWait.|)(I look.|Wait.)"
+
+
 def test_arguments_as_text_where_the_template_reads_text(make: Make) -> None:
     template = "{% for c in messages[1].tool_calls %}{{ 'a' + c.function.arguments }}{% endfor %}"
     assert make(template).write(Conversation(called("x"))) == 'a{"city": "Ulm"}'

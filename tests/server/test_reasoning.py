@@ -15,9 +15,10 @@ from tests.server.conftest import Running, served
 from tests.toy import save_toy
 
 TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+    "{% for m in messages %}{{ m['role'] }}: {{ m['reasoning_content'] }}{{ m['content'] }}\n{% endfor %}assistant:"
     "{% if enable_thinking is not defined or enable_thinking %}<think>\n{% else %}<think></think>{% endif %}"
 )
+QUESTION = {"role": "user", "content": "And?"}
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +95,12 @@ def test_responses_have_an_item_of_it(running: Running, script: Callable[[str], 
     said = "".join(event.delta for event in events if event.type == "response.reasoning_text.delta")
     assert said == "I see." and events[-1].response.output[1].content[0].text == "Yes."
     assert [event.sequence_number for event in events] == list(range(len(events)))
+    sent_again = [{"role": "user", "content": "Hi"}, *(item.model_dump() for item in response.output), QUESTION]
+    counts = {
+        running.client.responses.create(model="demo", max_output_tokens=1, **asked).usage.input_tokens
+        for asked in ({"input": [QUESTION], "previous_response_id": response.id}, {"input": sent_again})
+    }
+    assert counts == {len("user: Hi\nassistant: I see.Yes.\nuser: And?\nassistant:<think>\n")}
     again = running.client.responses.create(
         model="demo", input="And?", previous_response_id=response.id, max_output_tokens=100
     )

@@ -129,11 +129,17 @@ def test_calls_and_their_outputs_are_messages() -> None:
         {"type": "function_call", "call_id": "a", "name": "warmth", "arguments": '{"city": "Oslo"}'},
         {"type": "function_call", "call_id": "b", "name": "warmth", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "a", "output": "3 degrees"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Cold."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "It is cold."}]},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "lost"}], "summary": []},
+        {"role": "user", "content": "And now?"},
     ]
-    user, calls, output = messages_of(given, lambda name: {})
+    user, calls, output, answer, more = messages_of(given, lambda name: {})
     assert user == {"role": "user", "content": "How warm is it?"}
     assert [call["id"] for call in calls["tool_calls"]] == ["a", "b"] and calls["role"] == "assistant"
     assert output == {"role": "tool", "tool_call_id": "a", "content": "3 degrees"}
+    assert answer == {"role": "assistant", "content": "It is cold.", "reasoning_content": "Cold."}
+    assert more == {"role": "user", "content": "And now?"} and "reasoning_content" not in calls
 
 
 def test_the_oldest_is_forgotten() -> None:

@@ -130,5 +130,17 @@ def _with_text(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**call["function"], "arguments": text}}
 
 
-OTHER_FORMS = (developer_as_system, system_in_user, tools_in_full, short_ids, arguments_as_text)
+def text_in_reasoning(conversation: Conversation) -> Conversation:
+    """Return the conversation with the text of a message that has reasoning and calls at the end of its reasoning."""
+
+    def changed(message: dict[str, Any]) -> dict[str, Any]:
+        thought, text = message.get("reasoning_content"), message.get("content")
+        if not (thought and text and message.get("tool_calls")):
+            return message
+        return {**message, "content": "", "reasoning_content": f"{thought}\n\n{text}"}
+
+    return conversation.with_messages(changed)
+
+
+OTHER_FORMS = (developer_as_system, system_in_user, tools_in_full, short_ids, text_in_reasoning, arguments_as_text)
 """The functions that return a conversation in another form, in the order in which they are tried."""

@@ -41,6 +41,7 @@ def messages_of(given: str | list[dict[str, Any]], stored_item: StoredItem) -> l
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []
+    thought = ""
     for each in given:
         item = stored_item(str(each.get("id", ""))) if each.get("type") == "item_reference" else each
         kind = item.get("type", "message")
@@ -52,10 +53,16 @@ def messages_of(given: str | list[dict[str, Any]], stored_item: StoredItem) -> l
             output = item.get("output")
             content = output if isinstance(output, str) else text_of(_parts(output), "input")
             messages.append({"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": content})
-        elif kind != "reasoning":  # a model does not get its reasoning again
+        elif kind == "reasoning":
+            thought += _reasoning_of(item)
+            continue
+        else:
             raise refused(
                 f"'input' has an item of the type {str(kind)[:40]!r}, which this server does not support", "input"
             )
+        if thought and messages[-1]["role"] == "assistant":
+            messages[-1]["reasoning_content"] = messages[-1].get("reasoning_content", "") + thought
+        thought = ""
     if not messages:
         raise refused("'input' is empty; give some text", "input")
     return messages
@@ -66,6 +73,15 @@ def _message(item: dict[str, Any]) -> dict[str, Any]:
     if role not in _ROLES:
         raise refused(f"'input' has a message whose role is not one of {', '.join(_ROLES)}", "input")
     return {"role": role, "content": content if isinstance(content, str) else text_of(_parts(content), "input")}
+
+
+def _reasoning_of(item: dict[str, Any]) -> str:
+    """Return the text of a reasoning item, which belongs to the assistant's message after it. Summaries and encrypted
+    reasoning come from other servers."""
+    parts = item.get("content")
+    if not isinstance(parts, list):
+        return ""
+    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:

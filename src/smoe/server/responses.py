@@ -233,6 +233,8 @@ class _ResponsesAnswer(EndpointAnswer):
 
     def _message_of_answer(self) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": self._choice.text}
+        if self._choice.thought:
+            message["reasoning_content"] = self._choice.thought
         if self._choice.calls:
             message["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
