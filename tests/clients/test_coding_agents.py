@@ -56,6 +56,11 @@ AGENT = {
         "/v1/chat/completions",
         lambda file: {"name": "read", "arguments": {"filePath": str(file)}},
     ),
+    "qwen": Agent(
+        ("-p", QUESTION),
+        "/v1/chat/completions",
+        lambda file: {"name": "read_file", "arguments": {"file_path": str(file)}},
+    ),
 }
 
 
