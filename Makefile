@@ -83,7 +83,7 @@ test-optional:
 	    SMOE_LLAMA_INDEX=$(abspath $(VENV)-llama-index/bin/python) $(VENV)-optional/bin/python -m pytest --none-needs emulated --none-needs Chromium \
 	    --none-needs Ray --none-needs llama.cpp --none-needs client --none-needs aider --none-needs systemd --none-needs npm tests/kernels/test_on_aarch64.py tests/server/test_page.py \
 	    tests/cluster/test_on_ray.py tests/eval/test_questions.py tests/conversation/test_published_templates.py \
-	    tests/models/test_gguf_tokenizer.py tests/server/test_published_outputs.py tests/server/test_format_matrix.py tests/server/test_messages.py \
+	    tests/models/test_gguf_tokenizer.py tests/models/test_llama_cpp_converter.py tests/server/test_published_outputs.py tests/server/test_format_matrix.py tests/server/test_messages.py \
 	    tests/server/test_ollama.py tests/server/test_unknown_fields.py tests/clients tests/cli/test_launch.py tests/docs/test_unit_file.py
 
 # Tests of artifacts of published models, by pip and npm; a test that is skipped for want of them fails.

@@ -1322,7 +1322,7 @@ GLM_DSA = Architecture(
 )
 
 
-def _pairs_at_the_end(weight: torch.Tensor, heads: int, width: int) -> torch.Tensor:
+def pairs_at_the_end(weight: torch.Tensor, heads: int, width: int) -> torch.Tensor:
     """Only the last `width` rows of every head are turned."""
     whole = weight.view(heads, -1, *weight.shape[1:])
     turned = _pairs(whole[:, -width:].flatten(0, 1), heads).view(heads, width, *weight.shape[1:])
@@ -1340,7 +1340,7 @@ def _hy_v4(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors
         "self_attn.indexer.k_norm.bias": 1,
     }
     if rest in heads:
-        weight = _pairs_at_the_end(weight, heads[rest], config.qk_rope_head_dim)
+        weight = pairs_at_the_end(weight, heads[rest], config.qk_rope_head_dim)
     names = {**V4_NAMES, "self_attn.gate_proj.weight": "attn_gate.weight"}
     yield from ((names[rest], weight),) if rest in names else indexed(rest, weight, config)
 

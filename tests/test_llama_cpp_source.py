@@ -9,8 +9,9 @@ from pathlib import Path
 from tests.llama_cpp_source import fetch, unpack
 
 
-def test_vocabularies_templates_and_chat_tests_are_taken(tmp_path: Path) -> None:
+def test_what_tests_compare_with_is_taken(tmp_path: Path) -> None:
     wanted = {"models/ggml-vocab-x.gguf.inp", "models/templates/x.jinja", "tests/test-chat.cpp"}
+    wanted |= {"conversion/base.py", "gguf-py/gguf/constants.py"}
     archive = tmp_path / "package-1.tar.gz"
     with tarfile.open(archive, "w:gz") as made:
         for name in (*(f"vendor/llama.cpp/{each}" for each in wanted), "vendor/llama.cpp/src/llama.cpp", "setup.py"):
