@@ -98,6 +98,7 @@ def test_a_running_server_is_used(run: Run, seen: Callable[[], dict[str, Any]], 
         found["environment"]["ANTHROPIC_BASE_URL"] == running.url and found["environment"]["ANTHROPIC_MODEL"] == "demo"
     )
     assert found["environment"]["ANTHROPIC_API_KEY"] == "", "a key for another server stays here"
+    assert found["environment"]["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "128", "the context of the server"
     assert run("launch", "other", f"--port={port_of(running)}").code == 5
     environment = seen()["environment"]
     assert environment["OLLAMA_HOST"] == running.url and environment["OPENAI_MODEL"] == "demo"
@@ -155,7 +156,7 @@ def test_signals_other_than_ctrl_c_end_the_program(
 
 @pytest.mark.parametrize("name", [*PROGRAMS, "other"])
 def test_every_program_gets_the_server(name: str) -> None:
-    server = RunningServer("http://127.0.0.1:8000", 'a "model"', "a-key")
+    server = RunningServer("http://127.0.0.1:8000", 'a "model"', "a-key", 32768)
     program = program_of(name)
     given = program.environment(server)
     words = [*given.values(), *program.arguments(server)]
@@ -163,14 +164,15 @@ def test_every_program_gets_the_server(name: str) -> None:
 
 
 def test_settings_within_settings_are_well_formed() -> None:
-    server = RunningServer("http://127.0.0.1:8000", 'a "model"', "a-key")
+    server = RunningServer("http://127.0.0.1:8000", 'a "model"', "a-key", 32768)
     config = json.loads(PROGRAMS["opencode"].environment(server)["OPENCODE_CONFIG_CONTENT"])
     assert config["model"] == 'smoe/a "model"' and config["provider"]["smoe"]["models"] == {
-        'a "model"': {"name": 'a "model"'}
+        'a "model"': {"name": 'a "model"', "limit": {"context": 32768, "output": 8192}}
     }
     arguments = PROGRAMS["codex"].arguments(server)
     settings = dict(word.split("=", 1) for word in arguments if "=" in word)
     assert json.loads(settings["model_provider"]) == "smoe" and arguments[-2:] == ["-m", 'a "model"']
+    assert json.loads(settings["model_context_window"]) == 32768
     assert json.loads(settings["model_providers.smoe.base_url"]) == "http://127.0.0.1:8000/v1"
 
 

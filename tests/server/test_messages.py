@@ -4,6 +4,7 @@ refused, and an event that its client cannot read."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,15 @@ def test_errors_have_anthropics_form(running: Running) -> None:
         assert answer.status == status and json.loads(answer.text)["error"]["type"] == kind
         answers.MessageRefusal.model_validate_json(answer.text)
     assert json.loads(running.http("GET", "/v1/messages/x", **key).text)["error"]["type"] == "not_found_error"
+
+
+def test_a_long_prompt_has_anthropics_words(running: Running) -> None:
+    """Claude Code reads the two numbers, and then shortens the conversation."""
+    body = {**ASKED, "messages": [{"role": "user", "content": "x" * 1200}]}
+    answer = running.http("POST", "/v1/messages", body, **{"x-api-key": "a-key"})
+    message = json.loads(answer.text)["error"]["message"]
+    found = re.match(r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)", message)
+    assert answer.status == 400 and found is not None and int(found[1]) > 1200 and found[2] == "1024", message
 
 
 def test_clients_are_asked_to_go_on_without_threads(running: Running) -> None:

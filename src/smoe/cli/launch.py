@@ -120,8 +120,8 @@ def _running(url: str, key: str) -> RunningServer | None:
             models = json.load(answer)["data"]
     except (OSError, ValueError, KeyError, TypeError):
         return None  # nothing listens, or another program: if a server is started, it reports that
-    ours = [model["id"] for model in models if model.get("owned_by") == "smoe"]
-    return RunningServer(url, ours[0], key) if ours else None
+    ours = [model for model in models if model.get("owned_by") == "smoe"]
+    return RunningServer(url, ours[0]["id"], key, ours[0]["max_model_len"]) if ours else None
 
 
 def _check_needless(served: RunningServer, given: Sequence[str]) -> None:
@@ -159,7 +159,8 @@ def _listening(process: Popen[str], log: IO[str], key: str) -> RunningServer:
     assert process.stdout is not None, "the server's output is a pipe"
     message: dict[str, Any] = json.loads(process.stdout.readline() or "{}")
     if message.get("event") == "listening":
-        return RunningServer(message["url"].removesuffix("/v1"), message["model"], key)
+        url, context_tokens = message["url"].removesuffix("/v1"), message["context_tokens"]
+        return RunningServer(url, message["model"], key, context_tokens)
     process.wait()
     log.seek(0)
     why = message.get("error", {}).get("message") or log.read()[-_TAIL:].strip() or f"exit code {process.returncode}"

@@ -6,6 +6,9 @@ import json
 from collections.abc import Callable
 from typing import NamedTuple
 
+_ANSWER_PART = 4
+"""The context is so many times as long as the longest answer that an agent should request."""
+
 
 class RunningServer(NamedTuple):
     """A running server: its address, model and key, which a launched program needs."""
@@ -15,6 +18,8 @@ class RunningServer(NamedTuple):
     model: str
     key: str
     """The API key that the program sends. If the server needs no key, any text."""
+    context_tokens: int
+    """The number of tokens of prompt and answer together: agents shorten a conversation before it is full."""
 
 
 class Program(NamedTuple):
@@ -47,6 +52,7 @@ def _anthropic(server: RunningServer) -> dict[str, str]:
         **{f"ANTHROPIC_{name}": server.model for name in models},
         "CLAUDE_CODE_SUBAGENT_MODEL": server.model,
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(server.context_tokens),
     }
 
 
@@ -61,11 +67,16 @@ def _opencode(server: RunningServer) -> dict[str, str]:
         "npm": "@ai-sdk/openai-compatible",
         "name": "smoe",
         "options": {"baseURL": f"{server.url}/v1", "apiKey": server.key},
-        "models": {server.model: {"name": server.model}},
+        "models": {server.model: {"name": server.model, "limit": _limit(server)}},
     }
     model = f"smoe/{server.model}"
     config = {"provider": {"smoe": provider}, "model": model, "small_model": model}
     return {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}
+
+
+def _limit(server: RunningServer) -> dict[str, int]:
+    """Return the limits of opencode, which leaves room for an answer of `output` tokens in the context."""
+    return {"context": server.context_tokens, "output": server.context_tokens // _ANSWER_PART}
 
 
 def _codex_arguments(server: RunningServer) -> list[str]:
@@ -76,6 +87,7 @@ def _codex_arguments(server: RunningServer) -> list[str]:
         f"{provider}.base_url": f"{server.url}/v1",
         f"{provider}.env_key": "SMOE_API_KEY",
         f"{provider}.wire_api": "responses",
+        "model_context_window": server.context_tokens,
     }
     given = [part for name, value in settings.items() for part in ("-c", f"{name}={json.dumps(value)}")]
     return [*given, "-m", server.model]

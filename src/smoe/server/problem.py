@@ -153,11 +153,12 @@ def _named(setting: str, fields: Mapping[str, str]) -> str:
 
 
 def _about_context(error: ContextError, is_whole: bool) -> str:
-    """Return the message about a too long prompt, with the phrase by which clients recognise it."""
+    """Return the message about a too long prompt, with the phrases by which clients of OpenAI's and Anthropic's APIs
+    recognise it: some then shorten the conversation."""
     given = re.search(r"has ((?:about |more than )?\d+) tokens", str(error))
-    tokens = f", and the prompt has {given[1]}" if given else ""
+    tokens = f"prompt is too long: {given[1]} tokens > {error.given} maximum; " if given else ""
     more = "" if is_whole else ", or start the server by smoe serve --context with a larger number"
-    return f"this model's maximum context length is {error.given} tokens here{tokens}; shorten the prompt{more}"
+    return f"{tokens}this model's maximum context length is {error.given} tokens here; shorten the prompt{more}"
 
 
 def _of_ours(error: Exception) -> str:
