@@ -6,6 +6,7 @@ an entry of the metadata that is not heard.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,22 @@ def test_every_other_architecture_with_experts_is_refused_with_a_reason(architec
     header = header_of({"general.architecture": architecture, f"{architecture}.expert_count": 8})
     with pytest.raises(UnsupportedModelError, match=f"'{architecture}', which smoe does not read: .{{12,}}"):
         gguf_families.architecture_of(header)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+
+
+def test_the_files_that_people_use_are_computed_by_the_families_that_the_page_names() -> None:
+    """Of at least 18 of the 20 repositories in docs/families.md; the others are refused."""
+    runs = 0
+    for line in PAGE.read_text("utf-8").splitlines():
+        row = re.fullmatch(r"\| `\S+/\S+-GGUF`.* \| `(\S+)` \| `(\w+)`.* \| (yes|no: .+) \|", line)
+        if row is not None and row[3] == "yes":
+            assert gguf_families.FAMILIES[row[1]].model_type == row[2], line
+            runs += 1
+        elif row is not None:
+            assert row[1] not in gguf_families.FAMILIES, line
+    assert 18 <= runs <= 20
 
 
 @pytest.mark.parametrize("architecture", ["gemma3", "mistral3", "qwen3"])
