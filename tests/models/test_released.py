@@ -315,3 +315,8 @@ def test_what_a_configuration_leaves_out(said: dict[str, Any], left_out: list[st
     scheme = scheme_of({"quantization_config": {**released_toy.FP8, **said}}, Path("here"))
     assert scheme is not None and all(map(scheme.leaves_out, left_out))
     assert not scheme.leaves_out("model.layers.30.mlp.gate_up_proj")
+
+
+def test_a_method_that_is_no_name_is_no_scheme() -> None:
+    """A configuration can contain anything."""
+    assert scheme_of({"quantization_config": {"quant_method": ["fp8"]}}, Path("config.json")) is None

@@ -20,7 +20,7 @@ For other quantized checkpoints an error with the reason is raised.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -95,7 +95,6 @@ def _states_nothing(fields: Mapping[str, Any]) -> bool:
     return fields.get("quant_method") == "modelopt" and "quant_algo" in fields and fields["quant_algo"] is None
 
 
-METHODS = ("fp8", "compressed-tensors", "modelopt", "gptq", "awq")
 _GROUPS = (128, 64, 32)
 _E4M3 = ("e4m3", "e4m3fn", "float8_e4m3fn", "float8_e4m3")
 """The spellings of E4M3, the only supported 8-bit float format."""
@@ -187,12 +186,10 @@ class Scheme:
 def read_scheme(stated: Stated | None) -> Scheme | None:
     """Return the scheme in a checkpoint's settings, or None if it is none of `METHODS`. Raise `UnsupportedModelError`,
     with the reason, for schemes that smoe does not read."""
-    if stated is None or stated.method not in METHODS:
+    if stated is None or not isinstance(stated.method, str) or stated.method not in METHODS:
         return None
-    entries, method = stated.fields, str(stated.method)
-    readers = {"fp8": _fp8, "compressed-tensors": _compressed, "modelopt": _modelopt, "gptq": _gptq, "awq": _awq}
-    scheme = readers[method](entries, stated)
-    return replace(scheme, left_out=_left_out(entries), is_of_text=stated.is_of_text)
+    scheme = METHODS[stated.method](stated.fields, stated)
+    return replace(scheme, left_out=_left_out(stated.fields), is_of_text=stated.is_of_text)
 
 
 def scheme_of(config: Mapping[str, Any], place: Path) -> Scheme | None:
@@ -339,3 +336,13 @@ def _group(size: object, stated: Stated) -> int | None:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+METHODS: dict[str, Callable[[Mapping[str, Any], Stated], Scheme]] = {
+    "fp8": _fp8,
+    "compressed-tensors": _compressed,
+    "modelopt": _modelopt,
+    "gptq": _gptq,
+    "awq": _awq,
+}
+"""{quantization method: the function that reads its scheme from the settings}."""
