@@ -1,37 +1,40 @@
-"""Whether other programs compete for the cores with the calling thread, by how often the system takes its core away."""
+"""Whether other programs compete for the cores with the calling thread, by how long the thread waits for a core."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 _INTERVAL_SECONDS = 0.1
-"""The least time over which a rate is measured."""
-_RATE = 25.0
-"""The rate, in lost cores a second, from which another program competes. A busy program on the same core causes 60 or
-more, an idle system less than 10."""
+"""The least time over which the share is measured."""
+_SHARE = 0.2
+"""The share of time without a core from which another program competes. A program that keeps one of two cores busy
+causes 0.5, many short jobs of other programs less than 0.1."""
 _STAY_SECONDS = 2.0
-"""How long the answer stays true. Threads that avoid the other program's core lose theirs less often meanwhile."""
+"""How long the answer stays true. Threads that avoid the other program's core wait less meanwhile."""
+_WAITS = Path("/proc/thread-self/schedstat")
+"""Linux: three numbers for the calling thread, of which the second is the nanoseconds in which it was ready to run
+without a core."""
 
 
-def preemptions() -> int:
-    """Return how often the system has taken the core of the calling thread for another thread; 0 on systems that do not
-    count it for a thread."""
-    if sys.platform != "linux":
-        return 0
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
+def waited_seconds() -> float:
+    """Return how long the calling thread has been ready to run without a core; 0 on systems that do not measure it."""
+    try:
+        return int(_WAITS.read_bytes().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 class Competition:
-    """Watches how often the thread that calls `is_there` loses its core. If another thread begins to call it, the first
-    rate compares the counts of two threads and may be wrong, for two seconds at most."""
+    """Watches how long the thread that calls `is_there` waits for a core. If another thread begins to call it, the
+    first share compares the times of two threads and may be wrong, for two seconds at most."""
 
-    def __init__(self, count: Callable[[], int] = preemptions, now: Callable[[], float] = time.perf_counter) -> None:
-        self._count, self._now = count, now
-        self._since, self._counted = now(), count()
+    def __init__(
+        self, waited: Callable[[], float] = waited_seconds, now: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._waited, self._now = waited, now
+        self._since, self._waited_before = now(), waited()
         self._until = 0.0
 
     def is_there(self) -> bool:
@@ -39,8 +42,8 @@ class Competition:
         now = self._now()
         elapsed = now - self._since
         if elapsed >= _INTERVAL_SECONDS:
-            counted = self._count()
-            if (counted - self._counted) / elapsed >= _RATE:
+            waited = self._waited()
+            if waited - self._waited_before >= _SHARE * elapsed:
                 self._until = now + _STAY_SECONDS
-            self._since, self._counted = now, counted
+            self._since, self._waited_before = now, waited
         return now < self._until
