@@ -28,7 +28,9 @@ def check(running: Running, line: Sequence[str], folder: Path) -> None:
         "KEY": "a-key",
         "RESULT": RESULT,
     }
-    ran = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    ran = subprocess.run(
+        line, cwd=folder, env=environment, capture_output=True, text=True, timeout=4 * PATIENCE_SECONDS
+    )
     assert ran.returncode == 0 and ran.stdout == "all right\n", ran.stdout + ran.stderr
 
 

@@ -186,6 +186,26 @@ def test_an_enforced_answer_has_the_header_of_an_answer(
     assert call.function.name == "now" and running.serving.tokenizer.decode(wanted[-1].ids).endswith("assistant")
 
 
+def test_a_schema_leaves_calls_possible(channelled: Running, prefer: Callable[..., None]) -> None:
+    """As agents with a structured answer ask. Would catch an agent that answers without its tools, and text that is
+    neither a call nor of the schema."""
+    form = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+    fields: dict[str, Any] = {"response_format": form, "tools": [NOW], "max_tokens": 150}
+    header = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>"
+    prefer(header + "{}", channelled)
+    choice = channelled.chat("Is it?", **fields).choices[0]
+    assert choice.message.tool_calls[0].function.name == "now" and choice.finish_reason == "tool_calls"
+    for text in ('<|channel|>final<|message|>{"age": 7}', "<|channel|>finally", "Yes, it is seven."):
+        prefer(text, channelled)
+        message = channelled.chat("Is it?", **fields).choices[0].message
+        assert message.tool_calls or json.loads(message.content)["age"] in (7, 8)
+    prefer('<|channel|>final<|message|>{"age": 8}', channelled)
+    assert json.loads(channelled.chat("Is it?", **fields).choices[0].message.content) == {"age": 8}
+    prefer('{"age": 8}', channelled)
+    none = channelled.chat("Is it?", **fields, tool_choice="none").choices[0].message
+    assert json.loads(none.content) == {"age": 8}, "without calls the header is part of the prompt"
+
+
 @pytest.mark.parametrize("grammar", GRAMMARS, ids=["gbnf", "lark", "as gbnf", "as lark", "regex"])
 def test_a_grammar_is_followed(thinker: Running, grammar: Any) -> None:
     """The toy's own choices are chance: without the grammar no text is like this."""

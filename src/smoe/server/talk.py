@@ -86,16 +86,18 @@ def prepare(serving: Serving, asked: RequestFields, talk: Talk, fields: dict[str
     thread."""
     offered, must = _offered(talk)
     is_free = not must and talk.schema is None and talk.grammar is None
+    may_call = bool(must) or _may_call_or_answer(serving, talk, offered)
     if not is_free:
         talk = replace(talk, template=thinking(talk.template, False))
     ids = prompt_of(serving, talk, fields["prompt"])
     at = _place(serving, talk, ids)
     if not is_free:
-        ids = [*ids, *_tokens_before_enforced(serving, at, is_call=bool(must))]
+        ids = [*ids, *_tokens_before_enforced(serving, at, is_call=may_call)]
+        at = at if at == "beginning" else "answer"
     sampling = sampling_of(asked, serving.model, serving.limit(ids, talk.max_new_tokens))
     serving.check(TextRequest(ids, sampling), fields)
     own = _added_within(serving.tokenizer, serving.prompts.format.texts)
-    grammar = _grammar(serving, talk, must, own)
+    grammar = _grammar(serving, talk, must, offered if may_call else [], own)
     if grammar is not None:
         refuse_endless(asked)
     budget = asked.thinking_budget_tokens if talk.thinking_tokens is None else talk.thinking_tokens
@@ -104,7 +106,7 @@ def prepare(serving: Serving, asked: RequestFields, talk: Talk, fields: dict[str
     markers = _left_out(serving.tokenizer, own)
     return Prepared(
         wanted,
-        _reader(serving, talk, at, offered, markers.values(), must_call=bool(must)),
+        _reader(serving, talk, at, offered if is_free or may_call else None, markers.values(), must_call=bool(must)),
         ends_early=bool(offered) and talk.is_single_call,
         markers=markers,
         ends=serving.ends,
@@ -132,15 +134,34 @@ def prompt_of(serving: Serving, talk: Talk, param: str) -> list[int]:
     return serving.prompts.of_messages(talk.messages, offered, talk.template, param, talk.ending)
 
 
-def _grammar(serving: Serving, talk: Talk, must: Sequence[dict[str, Any]], own: Mapping[str, int]) -> Grammar | None:
-    """Return the grammar that the response must match; None if it need not match any."""
+def _may_call_or_answer(serving: Serving, talk: Talk, offered: Sequence[dict[str, Any]]) -> bool:
+    """Return whether the response may be a call although its answer must match a schema."""
+    if not offered or talk.schema is None or talk.grammar is not None:
+        return False
+    return serving.prompts.format.can_call_or_json(talk.schema)
+
+
+def _grammar(
+    serving: Serving,
+    talk: Talk,
+    must: Sequence[dict[str, Any]],
+    callable: Sequence[dict[str, Any]],
+    own: Mapping[str, int],
+) -> Grammar | None:
+    """Return the grammar that the response must match; None if it need not match any. `must`: the tools of which it
+    must call one; `callable`: those that it may call."""
     if must:
         if not serving.prompts.format.has_calls:
             message = "this model's format of tool calls is not known; give 'tool_choice' auto"
             raise refused(message, "tool_choice", "unsupported_parameter")
         rules = serving.prompts.format.must_call(Rules(own), [tool["function"] for tool in must])
         return serving.grammars.of_lark(rules, "tools")
-    return grammar_of(serving, talk.grammar, talk.schema, talk.schema_field)
+    grammar = grammar_of(serving, talk.grammar, talk.schema, talk.schema_field)
+    if talk.schema is None or not callable:
+        return grammar
+    functions = [tool["function"] for tool in callable]
+    rules = serving.prompts.format.call_or_json(Rules(own), functions, talk.schema)
+    return serving.grammars.of_lark(rules, talk.schema_field)
 
 
 def grammar_of(
@@ -200,19 +221,15 @@ def _reader(
     serving: Serving,
     talk: Talk,
     at: At,
-    offered: Sequence[dict[str, Any]],
+    offered: Sequence[dict[str, Any]] | None,
     special: Collection[str],
     *,
     must_call: bool,
 ) -> Callable[[], OutputReader]:
-    """Return a function that makes a new parser for each text of a response. A response that must match a grammar has
-    no reasoning."""
-    form = serving.prompts.format
-    if must_call and at != "beginning":
-        at = "answer"
-    is_free = talk.schema is None and talk.grammar is None
-    reads = form.reads(at, bool(offered)) if is_free or must_call else plain_text
-    tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in offered}
+    """Return a function that makes a new parser for each text of a response. `offered`: the tools that the model may
+    call; None: the response is an answer without header, reasoning or calls."""
+    reads = plain_text if offered is None else serving.prompts.format.reads(at, bool(offered))
+    tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in offered or ()}
     return partial(
         OutputReader, reads, tools, is_single=talk.is_single_call, calls_only=must_call, hidden=tuple(special)
     )

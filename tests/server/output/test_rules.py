@@ -166,6 +166,23 @@ def test_each_form_has_its_marks(own: bool) -> None:
     assert not takes("<tool_call>", tools, written, own)
 
 
+@pytest.mark.parametrize("form", [form for form in TEMPLATES.values() if format_of(form).texts.isascii()])
+def test_a_call_or_json_of_a_schema(form: str) -> None:
+    tokenizer, found = ascii_tokenizer(), format_of(form)
+    if not found.can_call_or_json({"type": "object"}):
+        assert form == LLAMA and not format_of("<|python_start|>").can_call_or_json({}), "calls are bare JSON or a list"
+        return
+    functions = [tool("now", {"type": "object", "properties": {}, "additionalProperties": False})["function"]]
+    rules = found.call_or_json(Rules({}), functions, {"type": "object", "properties": {"age": {"enum": [7]}}})
+    end = tokenizer.convert_tokens_to_ids(END)
+    grammar = Grammars(tokenizer, len(tokenizer), [end]).of_lark(rules, "response_format")
+    for token in [*tokenizer(f'{found.answered}{{"age": 7}}')["input_ids"], end]:
+        logits = torch.zeros(len(tokenizer))
+        grammar.narrow(logits)
+        assert not torch.isinf(logits[token])
+        grammar.take(token)
+
+
 @pytest.mark.parametrize("name", ['a"b', "a\\b", "a b", "{}", "a/b", "%json", "call_0", "\n"])
 def test_a_name_may_have_any_character(name: str) -> None:
     assert takes(LLAMA, [tool(name, {})], call(name, {}))

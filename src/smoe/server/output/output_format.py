@@ -44,6 +44,8 @@ class OutputFormat:
     """A string at the start of an answer that is removed."""
     reasons_again: bool = False
     """Whether the model may write reasoning again after an answer."""
+    answered: str = ""
+    """The text before an answer, such as the rest of a message's header."""
 
     def reads(self, at: At, has_tools: bool) -> ReadsFrom:
         """Return the generator function that parses one text in this format."""
@@ -90,13 +92,27 @@ class OutputFormat:
 
     def before_enforced(self, at: At, *, is_call: bool) -> str:
         """Return the text between a prompt that ends at `at` and an answer that must match a grammar: the model writes
-        no reasoning before it. `is_call`: whether the grammar is that of `must_call`."""
+        no reasoning before it. `is_call`: whether the grammar is one of those with calls."""
         return self.reasoning.end if self.reasoning is not None and at in IN_REASONING else ""
 
     def must_call(self, rules: Rules, functions: Sequence[Mapping[str, Any]]) -> str:
         """Return a grammar that allows only a tool call of one of the functions."""
+        return rules.lark(self._calls_of(rules, functions))
+
+    def can_call_or_json(self, schema: Mapping[str, Any]) -> bool:
+        """Return whether `call_or_json` works: a call must differ from JSON of the schema in its first character,
+        because a grammar's lexer does not go back."""
+        first = "{" if schema.get("type") == "object" else "{["
+        return self.calls is not None and not any(self.calls.begins(character) for character in first)
+
+    def call_or_json(self, rules: Rules, functions: Sequence[Mapping[str, Any]], schema: Mapping[str, Any]) -> str:
+        """Return a grammar that allows a tool call of one of the functions, or an answer in JSON of a schema."""
+        return rules.lark([*self._calls_of(rules, functions), rules.add(rules.text(self.answered), rules.json(schema))])
+
+    def _calls_of(self, rules: Rules, functions: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Add the rules of a call of each function, and return their names."""
         assert self.calls is not None, "a format without calls has no grammar of them"
-        return rules.lark([self.calls.rules(rules, function) for function in functions])
+        return [self.calls.rules(rules, function) for function in functions]
 
     def _read_reasoning(self, reader: OutputReader, calls: CallSyntax | None, at: At) -> Steps[None]:
         assert self.reasoning is not None, "this is called for formats with reasoning"
@@ -195,8 +211,6 @@ class Channels(OutputFormat):
     """The marks with which a header begins."""
     author: str = "<|start|>assistant"
     """The beginning of the header of a message that the model writes. Prompts end with it."""
-    answered: str = ""
-    """The rest of the header of an answer."""
     written: tuple[str, str] = ("", "")
     """The rest of the header of a call, and the text after the call's arguments; {name} stands for the function's
     name."""
@@ -275,10 +289,13 @@ class Channels(OutputFormat):
         reader.end_call()
         return True
 
-    def must_call(self, rules: Rules, functions: Sequence[Mapping[str, Any]]) -> str:
+    def can_call_or_json(self, schema: Mapping[str, Any]) -> bool:
+        return True
+
+    def _calls_of(self, rules: Rules, functions: Sequence[Mapping[str, Any]]) -> list[str]:
         starts = []
         for function in functions:
             begin, end = (text.replace("{name}", function["name"]) for text in self.written)
             call = self.calls.rules(rules, function) if self.calls is not None else rules.parameters(function)
             starts.append(rules.add(rules.text(begin), call, rules.text(end)))
-        return rules.lark(starts)
+        return starts
