@@ -85,7 +85,7 @@ _TEXT: dict[str, dict[str, Any]] = {
         "indexer_head_dim": 16,
         "indexer_budget": 8,
         "hc_lowrank": 8,
-        "layer_types": ["linear_attention", "indexed_attention"] * 2,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
         "ple_layer_ids": [1, 3],
         "ple_embed_dim": 32,
         "heads_per_ngram": 2,
@@ -95,7 +95,7 @@ _TEXT: dict[str, dict[str, Any]] = {
     "glm5_next_text": {
         "index_kpool": 2,
         "qk_rope_head_dim": 0,
-        "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "linear_attention"],
+        "layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"],
         "indexer_types": ["full", "full", "shared", "full"],
         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
     },

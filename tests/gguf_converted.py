@@ -87,6 +87,8 @@ def make(family: Architecture, dtype: torch.dtype = torch.float32, **more: Any) 
         is_text = family.model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         has_images = family.model_type in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and not is_text
         own = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
+        if not (is_text or has_images) and family.model_type not in registration.LOCAL_FAMILIES:
+            own = registration.opened_family(family.model_type)
         model = families.eager(own.from_config, config, dtype)
     zoo.fill(model, dtype)
     _only_signs(model)
@@ -1544,8 +1546,6 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "bailingmoe3": BAILING3,
 }
 registration.register_local_families("deepseek")
-if "glm5_next_text" in CONFIG_MAPPING:
-    registration.register_local_families("glm5_next_text")
 ALL = {name: family for name, family in _ARCHITECTURES.items() if family.model_type in CONFIG_MAPPING}
 """By architecture, and the published family where one architecture has several: those that the installed transformers
 has."""

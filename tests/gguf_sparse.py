@@ -55,7 +55,7 @@ def _qwen4_metadata(config: PretrainedConfig) -> dict[str, Any]:
     return {
         **converted.mrope_metadata(config),
         "attention.compress_ratios": [
-            config.indexer_compress_ratio * (kind == "indexed_attention") for kind in config.layer_types
+            config.indexer_compress_ratio * (kind != "linear_attention") for kind in config.layer_types
         ],
         "attention.indexer.head_count": config.indexer_n_heads,
         "attention.indexer.key_length": config.indexer_head_dim,
@@ -90,7 +90,7 @@ QWEN4 = Architecture(
     "qwen4_exp_text",
     {
         **converted.STATE,
-        "layer_types": ["linear_attention", "indexed_attention"] * 2,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
         "linear_key_head_dim": 32,
         "num_experts_per_tok": 2,
         "num_key_value_heads": 2,
@@ -136,7 +136,7 @@ def _glm5(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
 def _glm5_metadata(config: PretrainedConfig) -> dict[str, Any]:
     limits = [config.swiglu_limit] * config.num_hidden_layers
     return {
-        "attention.head_count_kv": [int(kind == "indexed_attention") for kind in config.layer_types],
+        "attention.head_count_kv": [int(kind != "linear_attention") for kind in config.layer_types],
         "attention.indexer.head_count": config.index_n_heads,
         "attention.indexer.key_length": config.index_head_dim,
         "attention.indexer.kpool": config.index_kpool,

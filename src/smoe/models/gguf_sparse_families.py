@@ -99,7 +99,7 @@ def _glm5(entries: Entries, fields: dict[str, Any]) -> None:
     latent_attention(entries, fields)
     count = fields["num_hidden_layers"]
     has_keys = entries.numbers("attention.head_count_kv", count)
-    fields["layer_types"] = ["indexed_attention" if each else "linear_attention" for each in has_keys]
+    fields["layer_types"] = ["full_attention" if each else "linear_attention" for each in has_keys]
     fields["mlp_layer_types"] = dense_first(fields.pop("first_k_dense_replace"), count)
     has_indexer = entries.numbers("attention.indexer.types", count, 1)
     fields["indexer_types"] = ["full" if each else "shared" for each in has_indexer]

@@ -6,17 +6,17 @@ and the `forward` of its causal language models.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationMixin
+from transformers import GenerationMixin
 from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextPreTrainedModel, Glm5NextTextModel
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 
 class Glm5NextForCausalLM(Glm5NextPreTrainedModel, GenerationMixin):
-    """The language model that `AutoModelForCausalLM` returns for `model_type: glm5_next_text`."""
+    """The language model for `model_type: glm5_next_text`."""
 
     config_class = Glm5NextTextConfig
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -31,12 +31,16 @@ class Glm5NextForCausalLM(Glm5NextPreTrainedModel, GenerationMixin):
     forward = LlamaForCausalLM.forward
 
     @classmethod
+    def from_config(cls, config: Glm5NextTextConfig, **options: Any) -> Glm5NextForCausalLM:
+        """Return the model without weights, under the name of transformers' Auto classes."""
+        made: Glm5NextForCausalLM = cls._from_config(config, **options)
+        return made
+
+    @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         """Return True always, because other code may compute the experts. transformers would look for its decorator in
         this file, which only imports the experts."""
         return True
 
 
-def register() -> None:
-    """Register the class with `AutoModelForCausalLM`. Further calls have no effect."""
-    AutoModelForCausalLM.register(Glm5NextTextConfig, Glm5NextForCausalLM, exist_ok=True)
+MODEL = Glm5NextForCausalLM

@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 LOCAL_FAMILIES: dict[str, str] = {
     "deepseek": "smoe.models.deepseek",
-    "glm5_next_text": "smoe.models.glm5_next",
     "xverse": "smoe.models.xverse",
 }
 """`model_type` -> the module that defines its classes and a `register()` function."""
 
 OPENED_FAMILIES: dict[str, str] = {
     "dbrx": "smoe.models.dbrx",
+    "glm5_next_text": "smoe.models.glm5_next",
     "llama4": "smoe.models.llama4",
     "llama4_text": "smoe.models.llama4",
 }
 """`model_type` -> the module with our class `MODEL`, for families whose experts transformers does not let other code
-compute.
+compute, and for GLM-5.3-Flash without its image part, of which transformers has no class.
 
 These classes are not registered, so that other users of transformers in the process get transformers' own classes.
 """
