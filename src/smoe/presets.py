@@ -8,6 +8,7 @@ from typing import Any
 from smoe.config import DEFAULT_ALPHA, SETTINGS, EngineConfig, belongs_to
 from smoe.cpu_isa import max_cpu_isa
 from smoe.errors import ConfigError
+from smoe.former_names import present_names
 from smoe.policy.registry import DRAFT, EXPERT_MLP
 from smoe.unknown_setting import unknown_setting
 
@@ -103,6 +104,7 @@ def configure(preset: str = "exact", **switches: Any) -> EngineConfig:
     max_cpu_isa()  # an invalid SMOE_MAX_CPU_ISA is refused even if nothing uses it
     if preset not in PRESETS:
         raise ConfigError.no_choice("preset", preset, PRESETS)
+    switches = present_names(switches)
     for name in sorted(switches.keys() - SETTINGS):
         raise unknown_setting(name, switches[name])
     given = {name: value for name, value in switches.items() if value is not None}

@@ -9,6 +9,7 @@ from typing import Any
 
 from smoe.config import DEFAULTS, SETTINGS
 from smoe.errors import ConfigError
+from smoe.former_names import present_name, present_value
 
 SERVED_SEQUENCES = 4
 """The default number of texts that `smoe serve` decodes together."""
@@ -45,7 +46,7 @@ def settings_of(given: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for text in given:
         name, equals, value = text.partition("=")
-        name = name.strip().replace("-", "_")
+        name = present_name(name.strip().replace("-", "_"))
         if not equals or not name:
             raise _refusal(text, f"--set is {text!r}; it must be NAME=VALUE, such as io_threads=2; {_HOW}")
         if name not in SETTINGS:
@@ -54,7 +55,7 @@ def settings_of(given: Sequence[str]) -> dict[str, Any]:
             raise _refusal(text, f"--set {name}: use its own option {option_of(name)} instead")
         if name in found:
             raise _refusal(text, f"--set gives {name} twice, {found[name]!r} and {value!r}; leave one out")
-        found[name] = SETTINGS[name].allowed.parse(name, value.strip())
+        found[name] = SETTINGS[name].allowed.parse(name, present_value(name, value.strip()))
     return found
 
 
