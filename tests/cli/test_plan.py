@@ -58,7 +58,7 @@ def test_a_process_is_divided_by_one_reading_of_what_it_holds(run, config_only, 
     monkeypatch.setattr("smoe.machine.process_memory.libraries_bytes", lambda: next(held))
     limit = (102 << 20) + LIBRARY_CODE_BYTES + LIBRARY_SCRATCH_BYTES
     value = run("plan", config_only, "--process-memory", str(limit), "--context", 64, "--json").json
-    assert value["memory_budget_bytes"] + sum(value["outside_budget_bytes"].values()) == limit
+    assert value["memory_budget_bytes"] + sum(value["beside_budget_bytes"].values()) == limit
 
 
 def test_floor_is_the_arithmetic_of_uniform_routing(run, config_only):

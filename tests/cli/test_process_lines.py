@@ -32,7 +32,7 @@ def test_a_run_says_what_its_process_is_made_of(run, checkpoint):
 
 
 def test_a_plan_has_a_line_for_each(run, checkpoint):
-    beside = run("plan", checkpoint, "--memory", "4MiB", "--json").json["outside_budget_bytes"]
+    beside = run("plan", checkpoint, "--memory", "4MiB", "--json").json["beside_budget_bytes"]
     assert tuple(beside) == tuple(map(identifier, (LINES[0], "tokenizer", *LINES[1:])))
     assert all(beside[identifier(line)] > 0 for line in LINES)
     said = run("plan", checkpoint, "--memory", "4MiB").out
@@ -82,7 +82,7 @@ def test_what_takes_nothing_is_no_line(run, checkpoint, monkeypatch):
     monkeypatch.setattr("smoe.machine.process_memory.LIBRARY_SCRATCH_BYTES", 0)
     said = run("plan", checkpoint, "--memory", "4MiB").out
     assert LINES[-2] in said and LINES[-1] not in said
-    beside = run("plan", checkpoint, "--memory", "4MiB", "--json").json["outside_budget_bytes"]
+    beside = run("plan", checkpoint, "--memory", "4MiB", "--json").json["beside_budget_bytes"]
     assert beside[identifier(LINES[-1])] == 0
 
 

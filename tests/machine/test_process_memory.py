@@ -44,7 +44,7 @@ def test_a_run_stays_inside_what_its_plan_says():
     run = ["generate", "demo", *asked, "-p", "Once upon a time " * 60, "--max-new-tokens", "8"]
     by_command(*run)  # compiles modules, which takes memory of its own
     ran = by_command(*run)["process"]
-    libraries, tokenizer, code, scratch = plan["outside_budget_bytes"].values()
+    libraries, tokenizer, code, scratch = plan["beside_budget_bytes"].values()
     assert ran["libraries_bytes"] <= libraries + tokenizer + code
     assert ran["budget_bytes"] <= 20 << 20
     assert ran["scratch_bytes"] <= scratch

@@ -73,7 +73,7 @@ def command(
     if json:
         print_json(
             _as_json(profile, findings, path)
-            | {"outside_budget_bytes": {identifier(name): count for name, count in outside.items()}}
+            | {"beside_budget_bytes": {identifier(name): count for name, count in outside.items()}}
         )
     else:
         _print(profile, findings, outside)

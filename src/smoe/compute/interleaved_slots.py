@@ -23,12 +23,13 @@ class InterleavedSlots:
             for key, math in maths.items()
             if isinstance(math, QuantisedMath)
         }
-        self._activations = activations
+        self._products = {
+            each.form: products_of(each.form, activations) for some in self._matrices.values() for each in some
+        }
 
     def __call__(self, key: ExpertKey, placement: SlotLayout, buffer: memoryview) -> None:
         """Interleave the rows of an expert that was read into the slot `buffer`."""
         layer, _, form = key
         for each in self._matrices.get((layer, form), ()):
             place = ctypes.addressof(ctypes.c_char.from_buffer(buffer, placement.parts[each.name]))
-            products = products_of(each.form, self._activations)
-            interleave(each.form, Matrix(place, each.outputs, each.columns, products))
+            interleave(each.form, Matrix(place, each.outputs, each.columns, self._products[each.form]))

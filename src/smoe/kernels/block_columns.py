@@ -319,7 +319,7 @@ class InterleavedColumns(Columns):
     def _pieces_of(self, fields: Sequence[Field]) -> Sequence[Field]:
         pieces = _in_one_piece(fields)
         is_inside = all(self._layout.word_of(each.byte) == self._layout.word_of(_last_byte(each)) for each in pieces)
-        return pieces if is_inside else fields
+        return pieces if is_inside else [each._replace(mask=each.mask & 255 >> each.shift) for each in fields]
 
     def _word_with(self, piece: Field) -> tuple[Value, int]:
         layout, n = self._layout, self._layout.word_of(piece.byte)

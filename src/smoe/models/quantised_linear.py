@@ -142,7 +142,7 @@ class QuantisedLinear(QuantisedWeight):
         """Interleave the rows of the matrix in memory where products gain from it (`kernels/interleaving.py`). No other
         layer may use the same codes."""
         form = in_memory(self.form, self.out_features, self.activations)
-        if form.rows == self.form.rows or not self.has_byte_products:
+        if form.rows == self.form.rows:
             return
         self.form = form
         self._matrix_of.clear()

@@ -149,7 +149,7 @@ class Forecast:
             "memory_budget_bytes": ledger.budget_bytes,
             "memory_budget_reason": self.reason,
             "bytes": {identifier(name): count for name, count in ledger.entries().items()},
-            "outside_budget_bytes": {identifier(name): count for name, count in self.outside_budget.items()},
+            "beside_budget_bytes": {identifier(name): count for name, count in self.outside_budget.items()},
             "slots": ledger.cache_slots,
             "most_slots": ledger.most_slots,
             "low_slots": ledger.low_slots,
