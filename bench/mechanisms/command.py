@@ -18,9 +18,9 @@ from smoe.cli.options import EngineOptions
 from smoe.errors import ConfigError
 from smoe.eval.texts import read_documents
 from smoe.load.device import choose_device
-from smoe.load.observer import LoadObserver
 from smoe.load.pretrained import load
 from smoe.load.tokenizer import load_tokenizer
+from smoe.models.load_observer import LoadObserver
 
 
 class _Warned(LoadObserver):

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from smoe.errors import CheckpointError
 from smoe.load import pretrained, verified_packs
-from smoe.load.observer import LoadObserver
+from smoe.models.load_observer import LoadObserver
 from smoe.presets import configure
 from smoe.user_cache import PLACE
 from tests import oracle

@@ -19,12 +19,12 @@ from smoe.garbage import present_objects_excluded
 from smoe.generation.generate import encode
 from smoe.load.draft_model import is_apart, placed_draft
 from smoe.load.ledger import WHOLE_FITS
-from smoe.load.observer import LoadObserver
 from smoe.load.pretrained import load
 from smoe.load.tokenizer import load_tokenizer
 from smoe.models.checkpoint import Checkpoint, whole_checkpoint
 from smoe.models.files import local_place
 from smoe.models.finish_spec import position_limit
+from smoe.models.load_observer import LoadObserver
 from smoe.policy.budget import Ledger
 from smoe.runtime.engine import Engine
 from smoe.units import format_bytes, format_count

@@ -36,8 +36,7 @@ from smoe.eval.eviction_entrants import Refused, evictions_of, refused_by
 from smoe.eval.replay_times import as_waited, on_clock, times_of
 from smoe.generation.teacher_forcing import forced
 from smoe.load.engine_parts import scoring_rules
-from smoe.load.learned import learned_by
-from smoe.load.predictor_name import predictor_name
+from smoe.load.learned import learned_by, predictor_name
 from smoe.metrics import Counters
 from smoe.models.spec import LibrarySpec
 from smoe.policy.eviction.base import EvictionSettings

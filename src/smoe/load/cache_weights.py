@@ -10,7 +10,6 @@ from smoe.config import EngineConfig
 from smoe.load.tuned import TunedValue
 from smoe.policy.eviction.multidimensional import WEIGHTS
 from smoe.policy.eviction.policies import are_cache_weights
-from smoe.policy.registry import eviction_kind
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,6 @@ class FittedWeights(TunedValue):
 
     @classmethod
     def apply(cls, config: EngineConfig, folder: Path, resident_share: float) -> tuple[EngineConfig, dict[str, str]]:
-        if config.cache_weights is not None or "cache_weights" not in eviction_kind(config.eviction).settings:
-            return config, {}
         weights, origin = cache_weights_of(folder)
         return replace(config, cache_weights=weights), {"cache_weights": origin}
 

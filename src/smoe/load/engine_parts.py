@@ -24,7 +24,7 @@ from smoe.load.choose_kernel import ChosenArithmetic, choose_arithmetic, is_nati
 from smoe.load.divide import Divided
 from smoe.load.experts_math import activations_of, experts_math
 from smoe.load.host_slots import host_sizes, reads_directly, size_of
-from smoe.load.predictor_name import predictor_name
+from smoe.load.learned import predictor_name
 from smoe.load.resolve import Resolved
 from smoe.load.selftest import Prover, proven_sums
 from smoe.machine.available_memory import free_device_bytes, less_margin

@@ -45,8 +45,6 @@ class ImportanceProfile(TunedValue):
 
     @classmethod
     def apply(cls, config: EngineConfig, folder: Path, resident_share: float) -> tuple[EngineConfig, dict[str, str]]:
-        if config.precision_shares is None:
-            return config, {}
         (low, skip), origin = thresholds_by(folder, config)
         config = replace(config, low_threshold=low, skip_threshold=skip, precision_shares=None)
         return config, {"low_threshold": f"dropped beyond {skip:g}: {origin}"}

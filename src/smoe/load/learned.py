@@ -1,12 +1,14 @@
-"""The learned values of a model that its settings need. They count in the memory budget."""
+"""The predictor that a model's settings mean, and the learned values that they need. Learned values count in the memory
+budget."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from smoe.bounds import DEFAULT_PREFETCH_DEPTH
+from smoe.bounds import DEFAULT_PREFETCH_DEPTH, EMULATED
 from smoe.config import EngineConfig
+from smoe.machine.device import AnyDevice
 from smoe.models.spec import ModelSpec
 from smoe.plug_ins import attribute_at
 from smoe.policy.eviction.base import Eviction
@@ -15,6 +17,10 @@ from smoe.policy.registry import eviction_kind, predictor_kind
 
 if TYPE_CHECKING:
     from smoe.load.learned_file import ModelShape
+
+_PREFETCH_PAYS_BYTES = 1 << 20
+"""The size in bytes below which reading an expert is faster than predicting it. For larger ones the gain is measured
+(docs/log/prefetch.md)."""
 
 
 class LearnedValues(NamedTuple):
@@ -66,3 +72,17 @@ def model_shape(spec: ModelSpec, depth: int) -> ModelShape:
 
     hidden_size = int(spec.config.get_text_config().hidden_size)
     return ModelShape({site.layer: site.experts for site in spec.sites}, hidden_size, depth)
+
+
+def predictor_name(spec: ModelSpec, config: EngineConfig, device: AnyDevice) -> str:
+    """Return the name of the predictor for decode. It is "none" if a prediction could change the results of a run that
+    must be reproducible, or if prefetching does not pay."""
+    if config.reproducible and config.alpha > 0:
+        return "none"
+    if config.prefetch != "auto":
+        return config.prefetch
+    is_emulated = config.device == EMULATED
+    stands_for = config.emulated_expert_bytes if is_emulated else None
+    if (spec.expert_bytes if stands_for is None else stands_for) < _PREFETCH_PAYS_BYTES:
+        return "none"
+    return "look-ahead" if device.type != "cpu" or is_emulated else "next-gate"

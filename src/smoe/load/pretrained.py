@@ -25,7 +25,6 @@ from smoe.load.build import assemble
 from smoe.load.divide import Divided, divide
 from smoe.load.draft_model import PlannedDraft, following, is_apart
 from smoe.load.ledger import shortages_of
-from smoe.load.observer import LoadObserver
 from smoe.load.open_draft import draft_on_thread
 from smoe.load.resolve import Resolved, resolve
 from smoe.load.verified_packs import verify_pack
@@ -37,8 +36,8 @@ from smoe.memory.pacing import Pacing
 from smoe.memory.store import StoredLayer
 from smoe.models.checkpoint import Checkpoint
 from smoe.models.dense import count_whole
+from smoe.models.load_observer import LoadObserver, OnBytes
 from smoe.models.spec import LibrarySpec, ModelSpec
-from smoe.models.weight_bytes import OnBytes
 from smoe.presets import configure
 from smoe.runtime.lifetime import collect_dropped
 from smoe.runtime.offloaded_model import OffloadedModel

@@ -40,8 +40,6 @@ class PricedAlpha(TunedValue):
 
     @classmethod
     def apply(cls, config: EngineConfig, folder: Path, resident_share: float) -> tuple[EngineConfig, dict[str, str]]:
-        if not config.alpha_as_priced:
-            return config, {}
         alpha, origin = threshold_of(folder, resident_share)
         return replace(config, alpha=alpha, alpha_as_priced=False), {"alpha": origin}
 

@@ -28,7 +28,7 @@ from smoe.machine.measure import describe_machine
 from smoe.memory.emulation import read_profile
 from smoe.models.spec import ModelSpec
 from smoe.policy.prices import PriceTable
-from smoe.policy.registry import ONLINE_EVICTION, PREFETCH
+from smoe.policy.registry import ONLINE_EVICTION, PREFETCH, eviction_kind
 
 NEAR = 1 / 3
 """The largest relative distance between the current resident share and that of a winner's tournament."""
@@ -237,7 +237,12 @@ def known_of(config: EngineConfig, place: Path, resident_share: float) -> Resolv
     measured.
     """
     reasons: dict[str, str] = {}
-    for kind in (ImportanceProfile, PricedAlpha, FittedWeights):
+    asked: dict[type[TunedValue], bool] = {
+        ImportanceProfile: config.precision_shares is not None,
+        PricedAlpha: config.alpha_as_priced,
+        FittedWeights: config.cache_weights is None and "cache_weights" in eviction_kind(config.eviction).settings,
+    }
+    for kind in (kind for kind, is_asked in asked.items() if is_asked):
         config, origins = kind.apply(config, place, resident_share)
         reasons |= origins
     prices = _prices(config, place) if config.prices_answers else None

@@ -14,9 +14,9 @@ from pathlib import Path
 from smoe.errors import CheckpointError
 from smoe.memory.store import StoredLayer
 from smoe.models.checkpoint import Checkpoint
+from smoe.models.load_observer import OnBytes
 from smoe.models.packed import Contents, Packed, contents_as_they_are, contents_in_precision
 from smoe.models.spec import ModelSpec
-from smoe.models.weight_bytes import OnBytes
 from smoe.packing.writer import damaged_layers
 from smoe.user_cache import StoredValue
 

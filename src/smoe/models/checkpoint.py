@@ -15,8 +15,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from smoe.memory.gguf_header import is_gguf
 from smoe.models.described import Described
 from smoe.models.files import described_place, fetch, local_place
+from smoe.models.load_observer import OnBytes
 from smoe.models.spec import LibrarySpec
-from smoe.models.weight_bytes import OnBytes
 
 
 class Checkpoint(Described, Protocol):

@@ -25,7 +25,7 @@ from smoe.errors import CheckpointError
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import MATRIX_ALIGNMENT
 from smoe.models.expert_index import parameter_names
-from smoe.models.weight_bytes import OnBytes, WeightBytes
+from smoe.models.load_observer import OnBytes, WeightBytes
 
 
 def check_loaded(

@@ -24,11 +24,11 @@ from smoe.models.files import naming
 from smoe.models.gguf_sizes import GgufSizes
 from smoe.models.gguf_sources import WeightSource
 from smoe.models.gguf_tokenizer import read_gguf_tokenizer, read_sampling
+from smoe.models.load_observer import OnBytes, WeightBytes
 from smoe.models.quantised_linear import keep_on_disk, keep_quantised
 from smoe.models.registration import register_local_families
 from smoe.models.spec import LibrarySpec
 from smoe.models.stored_tables import check_table, keep_tables_on_disk
-from smoe.models.weight_bytes import OnBytes, WeightBytes
 
 
 class GgufFile(GgufSizes):

@@ -17,10 +17,10 @@ from smoe.models.dense import built_of, check_loaded, move_to_own_memory, quiet_
 from smoe.models.expert_index import parameter_names, stored_as
 from smoe.models.experts import without_weights_on_disk
 from smoe.models.files import naming
+from smoe.models.load_observer import OnBytes, WeightBytes
 from smoe.models.quantised_linear import can_stay_quantised, keep_quantised
 from smoe.models.reference import stored_numbers
 from smoe.models.spec import LibrarySpec
-from smoe.models.weight_bytes import OnBytes, WeightBytes
 
 
 def quantised_layers(spec: LibrarySpec, matrices: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

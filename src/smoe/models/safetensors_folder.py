@@ -24,12 +24,12 @@ from smoe.models.library_family import (
     read_library_config,
     with_own_implementations,
 )
+from smoe.models.load_observer import OnBytes
 from smoe.models.registration import register_local_families
 from smoe.models.released_layers import load_released, quantised_layers
 from smoe.models.safetensors_sizes import SafetensorsSizes
 from smoe.models.spec import LibrarySpec, ModelSpec
 from smoe.models.stored_tables import keep_tables_on_disk, stored_tables
-from smoe.models.weight_bytes import OnBytes
 
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _TOKENIZER_FILE = re.compile(r"tokenizer|special_tokens|added_tokens|vocab|merges|chat_template")
@@ -77,7 +77,8 @@ class SafetensorsFolder(SafetensorsSizes):
         check_loaded(loaded, report, self.place, lambda name: stored_as(loaded, name, self.tensors()), on_bytes)
         if device.type == "cpu":
             move_to_own_memory(loaded)
-        keep_tables_on_disk(loaded, stored_tables(spec, self._matrices), spec)
+        if spec.outline.tables:
+            keep_tables_on_disk(loaded, stored_tables(spec, self._matrices), spec)
         model: PreTrainedModel = loaded.to(device).eval().requires_grad_(False)
         return model
 
@@ -93,7 +94,8 @@ class SafetensorsFolder(SafetensorsSizes):
 
     def _index(self, spec: ModelSpec) -> dict[int, StoredLayer]:
         assert isinstance(spec, LibrarySpec), "what is loaded goes by the library's rules"
-        stored_tables(spec, self._matrices)
+        if spec.outline.tables:
+            stored_tables(spec, self._matrices)  # raises the errors of incomplete tables
         return index_experts(self.place, spec.shell, spec.sites, self._matrices)
 
     def _stored_layers(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:

@@ -19,7 +19,7 @@ from smoe.bounds import EMULATED
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.load.device import device_for
-from smoe.load.learned import expected_bytes
+from smoe.load.learned import expected_bytes, predictor_name
 from smoe.load.ledger import (
     demand_of,
     fit_context,
@@ -29,7 +29,6 @@ from smoe.load.ledger import (
     resident_share_with,
     shortages_of,
 )
-from smoe.load.predictor_name import predictor_name
 from smoe.load.tuned_settings import with_winners
 from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.machine.device import AnyDevice

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.generation.generate import Generation
-from smoe.load.predictor_name import predictor_name
+from smoe.load.learned import predictor_name
 from smoe.load.tuned_settings import known_of
 from smoe.machine.disk_rates import measure_reads
 from smoe.machine.measure import quick_rates

@@ -230,7 +230,7 @@ class Scene:
     config: EngineConfig
     """The settings, in which every `auto` is already replaced by a choice (`load/tuned_settings.py`)."""
     predictor: str
-    """The name of the predictor used in decode (`load/predictor_name.py`)."""
+    """The name of the predictor used in decode (`load/learned.py`)."""
     prices: PriceTable | None = None
     """The quality costs, if misses are resolved within a limit of quality or time."""
     faster_reads: float = 1.0

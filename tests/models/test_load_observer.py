@@ -10,8 +10,8 @@ import gguf
 import pytest
 from safetensors import safe_open
 
-from smoe.load.observer import LoadObserver
 from smoe.load.pretrained import load
+from smoe.models.load_observer import LoadObserver
 from smoe.policy.budget import Ledger
 from smoe.presets import configure
 from tests import gguf_toy, released_toy

@@ -1,11 +1,16 @@
-"""What a program can observe, and do, while a model is loaded."""
+"""What a program can observe, and do, while a model is loaded: phases, and the bytes that have been read."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from smoe.policy.budget import Ledger
+if TYPE_CHECKING:
+    from smoe.policy.budget import Ledger
 
+OnBytes = Callable[[int, int], None]
+"""A function (bytes read, total bytes) that receives progress. Both numbers are equal at the end."""
 _log = logging.getLogger("smoe.load.pretrained")
 
 
@@ -32,3 +37,15 @@ class LoadObserver:
 
     def host_tier(self, nbytes: int) -> None:
         """So many bytes of host memory will be locked for a GPU."""
+
+
+class WeightBytes:
+    """Counts the bytes that have been read of `total`, and passes both numbers to a function after each weight."""
+
+    def __init__(self, total: int, on_bytes: OnBytes) -> None:
+        self._total, self._on_bytes = total, on_bytes
+        self._done = 0
+
+    def add(self, nbytes: int) -> None:
+        self._done += nbytes
+        self._on_bytes(self._done, self._total)
