@@ -97,7 +97,7 @@ class ConfigError(SmoeError, ValueError):
     @classmethod
     def empty_prompt(cls, number: int, given: str) -> ConfigError:
         """Return the error for the prompt with this number, from 1, which has no tokens."""
-        message = f"prompt {number} is empty, and this model has no token to begin a text with; give some text"
+        message = f"prompt {number} is empty, and this model has no start token; give a text of at least one token"
         return cls(message, setting="prompt", given=given, allowed="text of at least one token")
 
     @classmethod

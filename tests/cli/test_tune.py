@@ -273,7 +273,9 @@ def test_what_costs_too_much_is_not_chosen(run, checkpoint, priced_text, monkeyp
         price, "bootstrapped", lambda statistic, count: price.Change(0.0, -0.01, statistic(range(count)) and 0.02)
     )
     ran = run("tune", checkpoint, *SIZE, "--text", priced_text, "--tokens", 60, "--max-perplexity-increase", "1%")
-    assert ran.code == 0 and ran.out.startswith("alpha 0 is the largest within +1 %: perplexity -1.00 .. +0.00 %")
+    assert ran.code == 0 and ran.out.startswith(
+        "alpha 0 is the largest that costs at most 1 %: perplexity -1.00 .. +0.00 %"
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 _ANSWER_PART = 4
-"""The context is so many times as long as the longest answer that an agent should request."""
+"""The context length divided by the maximum number of tokens that an agent should request for an answer."""
 
 
 class RunningServer(NamedTuple):

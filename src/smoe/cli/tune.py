@@ -155,7 +155,7 @@ def _price(model: str, engine: EngineOptions, tuned: TuneOptions) -> Measured:
         priced,
         "this alpha is stored for --preset smoe",
         circumstances | priced.as_json() | {"prices": [price.as_json() for price in prices]},
-        lambda: print(f"alpha {priced.alpha:g} is the largest within +{100 * allowed:g} %: {priced}"),
+        lambda: print(f"alpha {priced.alpha:g} is the largest that costs at most {100 * allowed:g} %: {priced}"),
         (useless,) if priced.alpha > 0 and after >= before else (),
     )
 

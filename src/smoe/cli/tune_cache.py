@@ -39,7 +39,7 @@ def tune_cache(model: str, engine: EngineOptions, tuned: TuneOptions) -> Measure
     def show() -> None:
         heading = (
             f"{found.cache.slots} slots ({found.resident_share:.0%} of the experts) and {found.cache.low_slots} for "
-            f"low-precision copies; a miss of such a copy costs {found.cache.low_cost:.2f} of a full one"
+            f"low-precision copies; a miss of such a copy costs {found.cache.low_cost:.2f} times a miss of an expert"
         )
         _print_evictions(heading, "penalty", "lru", found.penalties, found.held_out)
         lru, lfu, lhu, fld = found.weights

@@ -33,7 +33,10 @@ def tune_shares(model: str, engine: EngineOptions, tuned: TuneOptions) -> Measur
         found,
         "the profile is stored for --precision-shares and --preset hobbit",
         {"precision_shares": list(wanted)} | chosen | found.as_json(),
-        lambda: print(f"T1 {thresholds.low:g}, T2 {thresholds.skip:g} for shares of {shares}, by {found}"),
+        lambda: print(
+            f"T1 {thresholds.low:g} (low_threshold), T2 {thresholds.skip:g} (skip_threshold) "
+            f"for shares of {shares}, by {found}"
+        ),
     )
 
 

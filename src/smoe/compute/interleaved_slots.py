@@ -13,8 +13,7 @@ from smoe.memory.store import SlotLayout
 
 
 class InterleavedSlots:
-    """Gives the matrices of experts in slots the formats that the experts' arithmetic has for them. Any thread may call
-    this."""
+    """Converts the matrices of experts in slots to the layout that the kernels use. Any thread may call this."""
 
     def __init__(self, maths: Mapping[tuple[int, int], ExpertMath], activations: str) -> None:
         """`maths`: the experts' arithmetic, by (layer, format); `activations`: see `EngineConfig.activations`."""

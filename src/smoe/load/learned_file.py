@@ -54,12 +54,14 @@ class LearnedValue(ABC):
     setting: ClassVar[str] = "prefetch"
     """The setting that names the policy or predictor."""
     kind: ClassVar[str] = ""
-    """The kind in the names of files; empty: the name of the policy or predictor."""
+    """The part of a file's name that identifies this kind of value. If it is empty, the name of the policy or predictor
+    is used."""
     version: ClassVar[int] = 2
     how: ClassVar[str]
     """The command that learns the value of the predictor `{name}`."""
     error: ClassVar[type[ConfigError]] = UnpreparedError
-    """The error if there is no value. For an `UnpreparedError`, the command line prints what to type first."""
+    """The exception that is raised if no value is stored. For `UnpreparedError`, the command line also prints the
+    command to run first."""
 
     @property
     @abstractmethod

@@ -38,8 +38,8 @@ class Glm5NextForCausalLM(Glm5NextPreTrainedModel, GenerationMixin):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """Return True always, because other code may compute the experts. transformers would look for its decorator in
-        this file, which only imports the experts."""
+        """Return True: other code may compute the experts. The method of transformers would return False, because it
+        searches this file, which only imports the experts, for their decorator."""
         return True
 
 

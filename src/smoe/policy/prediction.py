@@ -119,7 +119,8 @@ class PredictorKind:
     epochs: ClassVar[Epochs] = Epochs(0, 0)
     """How often this training passes over the text."""
     learned: ClassVar[str] = ""
-    """MODULE:CLASS of the value (`load/learned_file.py`) that must be learned for the model before; empty: none."""
+    """MODULE:CLASS of the value (`load/learned_file.py`) that must be learned for the model before this is used; empty
+    if there is none."""
     has_weights: ClassVar[bool] = False
     """Whether the predictor has weights whose size the model's files do not determine."""
     names_whole_layers: ClassVar[bool] = False

@@ -48,8 +48,8 @@ def refuse_early(model: str, config: EngineConfig) -> None:
 
 
 def _decides_alone(config: EngineConfig) -> bool:
-    """Return whether arithmetic shows what the model needs. Workers, low-precision copies, packs and predictors are
-    checked when the model is loaded."""
+    """Return whether the model's memory can be computed from its headers and the settings alone. It cannot with
+    workers, low-precision copies, packs and predictors, which are checked when the model is loaded."""
     is_plain = config.cluster is None and not config.has_low and config.precision == "auto"
     is_here = config.device != EMULATED and planned_device(config) == CPU
     return is_plain and is_here and not predictor_kind(config.prefetch).has_weights

@@ -375,7 +375,7 @@ class MessageProblem(ResponseModel):
     """The kind of error, by Anthropic's names for HTTP statuses."""
     message: str
     details: dict[str, Any] | None = None
-    """Of a request with `thread`: the reason for which clients send it again without."""
+    """For a request with `thread`: the code on which Anthropic's clients repeat the request without this field."""
 
 
 class MessageRefusal(ResponseModel):

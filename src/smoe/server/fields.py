@@ -119,7 +119,8 @@ class Completing(RequestFields):
     num_predict: Tokens = None
     """The same, as Ollama names it."""
     grammar: str | GivenGrammar | None = None
-    """Not OpenAI's: the grammar that the response follows, in GBNF or Lark; or its language and itself."""
+    """Not in OpenAI's API: a grammar that the response must match, as a text in GBNF or Lark, or as an object with the
+    grammar's `type` and `value`."""
     presence_penalty: Penalty = None
     frequency_penalty: Penalty = None
     logit_bias: dict[str, Bias] | None = Field(default=None, max_length=_MOST_BIASES)

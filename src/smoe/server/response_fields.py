@@ -80,7 +80,8 @@ class ResponseAsked(RequestFields):
     """Whether the response is stored, so that later requests can continue it; left out: true."""
     text: ResponseText | None = None
     grammar: str | GivenGrammar | None = None
-    """Not OpenAI's: the grammar that the response follows, in GBNF or Lark; or its language and itself."""
+    """Not in OpenAI's API: a grammar that the response must match, as a text in GBNF or Lark, or as an object with the
+    grammar's `type` and `value`."""
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=128, fail_fast=True)
     """Functions, and namespaces of functions. Tools that OpenAI's servers have are ignored."""
     tool_choice: str | dict[str, Any] | None = None

@@ -216,8 +216,8 @@ class _Decoding:
         return max(0.0, 1.0 - len(self._here.loads) / self._here_uses) if self._here_uses else 0.0
 
     def _costs_later(self) -> float:
-        """Return the seconds by which a load on the coordinator is worse than its duration, computed as in `Cluster`
-        (`cluster/remote.py`)."""
+        """Return the extra cost, in seconds, of a load on the coordinator, because experts there are evicted sooner
+        than on workers. It is computed as in `Cluster` (`cluster/remote.py`)."""
         uses = sum(known.uses for known in self._known.values())
         if self._here is None or not uses:
             return 0.0

@@ -54,7 +54,8 @@ class Eviction(ABC):
     settings: ClassVar[tuple[str, ...]] = ()
     """The names of the fields of `EvictionSettings` that the policy uses, other than `name` and `pools`."""
     learned: ClassVar[str] = ""
-    """MODULE:CLASS of the value (`load/learned_file.py`) that must be learned for the model before; empty: none."""
+    """MODULE:CLASS of the value (`load/learned_file.py`) that must be learned for the model before this is used; empty
+    if there is none."""
     only_replayed: ClassVar[str] = ""
     """Why the policy can be used in replays only, as in "needs the future"; empty if it can serve live requests."""
 
