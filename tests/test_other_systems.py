@@ -31,6 +31,7 @@ FOR_POSIX_ALONE = {
     "memory/arena.py": "MAP_PRIVATE MAP_ANONYMOUS",  # Windows leaves the function before
     "memory/expert_files.py": "fcntl pread POSIX_FADV_DONTNEED",  # `opening` gives Windows another; asked for before
     "machine/disk_rates.py": "POSIX_FADV_DONTNEED",  # where there is posix_fadvise
+    "memory/stored_rows.py": "POSIX_FADV_WILLNEED",  # likewise
     "machine/process_memory.py": "resource getrusage RUSAGE_SELF",  # in a function that Windows leaves before
     "kernels/competition.py": "resource getrusage RUSAGE_THREAD",  # in a function that only Linux does not leave before
     "cluster/identity.py": "fchmod",  # where os.name is posix
