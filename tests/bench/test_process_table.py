@@ -46,9 +46,7 @@ def test_what_was_promised_of_it() -> None:
 def test_what_is_measured_is_near_the_table(tmp_path: Path, object_code: Path) -> None:
     environment = {**os.environ, PLACE: cache_with(object_code, tmp_path / "cache")}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    for row in {
-        row.line.split()[1]: row for row in reversed(ROWS)
-    }.values():  # each command once, with its least memory
+    for row in {row.line.split()[1]: row for row in reversed(ROWS)}.values():  # each command once
         line, printed = row.line, PRINTED[row.line]
         near = pytest.approx(printed.peak - printed.files, rel=WITHIN)
         held = peak(row, environment)

@@ -215,7 +215,7 @@ def test_an_empty_prompt_is_refused_before_the_weights_are_read(
     prompts = [part.replace("FILE", str(tmp_path / "empty.txt")) for part in prompts]
     ran = run("generate", checkpoint, "--memory", "64MiB", *prompts)
     assert (ran.code, ran.out) == (2, "") and ran.err.count("error:") == 1
-    assert f"prompt {number} is empty" in ran.err and "give some text" in ran.err and "Traceback" not in ran.err
+    assert f"prompt {number} is empty" in ran.err and "give a text of" in ran.err and "Traceback" not in ran.err
     facts = {"type": "ConfigError", "setting": "prompt", "given": "", "allowed": "text of at least one token"}
     assert run("generate", checkpoint, "--memory", "64MiB", *prompts, "--json").json["error"].items() >= facts.items()
 
