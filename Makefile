@@ -102,7 +102,7 @@ CORE    := ONEDNN_MAX_CPU_ISA=AVX512_CORE
 
 # Kernels that are called directly, on bytes of ours, made for every instruction set that the CPU has: `make test` has run
 # them for those that a limit leaves, and no library computes in them, on however many threads.
-DIRECT  := $(addprefix --ignore=tests/kernels/test_,byte_products.py on_aarch64.py object_cache.py)
+DIRECT  := $(addprefix --ignore=tests/kernels/test_,byte_products.py interleaving.py on_aarch64.py object_cache.py)
 LIMIT    = $(BIN)/python -m pytest $(JOBS) $(CODE) -m "not slow"
 
 # On a CPU without AVX-512 the first two would repeat what `make test` has run; where the system does not say, they run.

@@ -175,7 +175,7 @@ class Serving:
         asked.check_unsupported()
         ignored += asked.ignored_parts
         if self.config.is_strict and ignored:
-            message = f"'{ignored[0]}' is not supported, and this server was started with `--strict`; leave it out"
+            message = f"'{ignored[0]}' is not supported, and this server refuses unsupported fields; leave it out"
             raise refused(message, ignored[0], "unsupported_parameter")
         if asked.asked_model is not None:
             self.check_name(asked.asked_model, asked.tags)
