@@ -238,7 +238,7 @@ def test_interleaved_slots_have_the_same_bits(
             return [*(of.forward(x, w) for of, w in zip(maths, each, strict=True) for x in (few, many)), *numbers]
 
         wanted = found(plain)
-        InterleavedSlots({(0, EXACT): ours}, INT8)((0, expert, EXACT), placement, layer.arena.buffer(expert))
+        InterleavedSlots({(0, EXACT): ours})((0, expert, EXACT), placement, layer.arena.buffer(expert))
         assert all(map(torch.equal, found(ours), wanted))
 
 

@@ -103,6 +103,8 @@ def test_interleaved_rows_change_no_bit(
             found.append(steps(model, oracle.PROMPT))
         layers = [each for each in model.modules() if isinstance(each, QuantisedLinear)]
         assert any(each.form.rows > 1 for each in layers) == (can_gain and not switches)
+        maths = model.offload.executor.arrivals._math.values()
+        assert any(math.is_interleaved for math in maths) == (can_gain and budget == "full"), "experts that are evicted"
     assert all(map(torch.equal, *found))
 
 

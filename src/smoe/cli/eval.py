@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -59,13 +60,71 @@ the changed model int4, +int4 or x int8. After Ctrl-C or SIGTERM the finished
 results stay, and a message says where they are.
 """
 
+_PANEL = "Questions"
 TOKENS, MOST_QUESTIONS = 2000, 100
 """The default limits: the number of tokens of the text, and the number of questions."""
+
+
+@dataclass(frozen=True)
+class QuestionOptions:
+    """The options of `smoe eval` that choose the questions to ask."""
+
+    questions: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of questions, .jsonl, described below. Default: questions of the demo for the demo, else none.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="Tasks of lm_eval to ask instead of --questions, separated by commas (pip install 'smoe\\[lm-eval]').",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    task_folder: Annotated[
+        Path | None,
+        typer.Option(help="With --tasks: a folder with lm_eval tasks of your own.", rich_help_panel=_PANEL),
+    ] = None
+    most_questions: Annotated[
+        int | None,
+        typer.Option(
+            help="Maximum number of questions that are asked, for each task with --tasks; 0: none. \\[default: 100]",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+
+    @property
+    def most(self) -> int:
+        """The maximum number of questions, for each task with `tasks`."""
+        return MOST_QUESTIONS if self.most_questions is None else self.most_questions
+
+    @property
+    def task_names(self) -> tuple[str, ...]:
+        """The names of the tasks of lm_eval; empty if none are requested.
+
+        Raises `ConfigError` for options that exclude each other.
+        """
+        if self.tasks is not None and self.questions is not None:
+            message = "--tasks and --questions both choose the questions; give one of them"
+            raise ConfigError(message, setting="tasks", given=self.tasks, allowed="only without `questions`")
+        if self.task_folder is not None and self.tasks is None:
+            raise ConfigError.idle("task_folder", str(self.task_folder), "`tasks`")
+        if self.most < (0 if self.tasks is None else 1):
+            allowed = "at least 0" if self.tasks is None else "at least 1 with `tasks`"
+            raise ConfigError.out_of_bounds("most_questions", self.most, allowed)
+        names = tuple(name.strip() for name in (self.tasks or "").split(",") if name.strip())
+        if self.tasks is not None and not names:
+            allowed = "names of tasks separated by commas, such as arc_easy,piqa"
+            raise ConfigError.out_of_bounds("tasks", self.tasks, allowed)
+        return names
 
 
 def command(
     engine: EngineOptions,
     drafts: RecallOptions,
+    asked: QuestionOptions,
     model: Model = "demo",
     alphas: Annotated[
         str | None,
@@ -83,28 +142,6 @@ def command(
         typer.Option(
             help="Maximum number of tokens of the text that are measured; with --recall: number of tokens that are "
             "decoded after each prompt. \\[default: 2000; with --recall: 256]"
-        ),
-    ] = None,
-    questions: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of questions, .jsonl, described below. Default: questions of the demo for the demo, else none."
-        ),
-    ] = None,
-    tasks: Annotated[
-        str | None,
-        typer.Option(
-            help="Tasks of lm_eval to ask instead of --questions, separated by commas (pip install 'smoe\\[lm-eval]')."
-        ),
-    ] = None,
-    task_folder: Annotated[
-        Path | None, typer.Option(help="With --tasks: a folder with lm_eval tasks of your own.")
-    ] = None,
-    most_questions: Annotated[
-        int | None,
-        typer.Option(
-            "--most-questions",
-            help="Maximum number of questions that are asked, for each task with --tasks; 0: none. \\[default: 100]",
         ),
     ] = None,
     out: Annotated[
@@ -129,8 +166,7 @@ def command(
     tokens, and predictors that need no copy.
     """
     if drafts.recall:
-        _refuse_prices(alphas=alphas, questions=questions, tasks=tasks, task_folder=task_folder, out=out)
-        _refuse_prices(most_questions=most_questions)
+        _refuse_prices(alphas=alphas, out=out, **vars(asked))
         compare_drafts(model, engine, drafts, text, tokens, plot, json)
         return
     drafts.refuse_idle()
@@ -138,24 +174,16 @@ def command(
     if plot is not None:
         check_plot(plot)
     import_libraries(model, engine.config())
-    material = _material(text, tokens, questions, most_questions, tasks, task_folder)
+    material = _material(text, tokens, asked)
     _price(model, engine, thresholds, material, out, plot, json)
 
 
-def _material(
-    text: Path | None,
-    tokens: int | None,
-    questions: Path | None,
-    most_questions: int | None,
-    tasks: str | None,
-    task_folder: Path | None,
-) -> Material:
+def _material(text: Path | None, tokens: int | None, asked: QuestionOptions) -> Material:
     """Return the texts and questions on which quality is measured: the given ones, or the defaults."""
     from smoe.cli.prices import Material
 
-    most = MOST_QUESTIONS if most_questions is None else most_questions
-    names = _task_names(tasks, task_folder, questions, most)
-    return Material(text, TOKENS if tokens is None else tokens, questions, most, names, task_folder)
+    count, names = TOKENS if tokens is None else tokens, asked.task_names
+    return Material(text, count, asked.questions, asked.most, names, asked.task_folder)
 
 
 def _price(
@@ -197,27 +225,6 @@ def _refuse_prices(**given: object) -> None:
                 given=str(value),
                 allowed="only without `recall`",
             )
-
-
-def _task_names(
-    tasks: str | None, task_folder: Path | None, questions: Path | None, most_questions: int
-) -> tuple[str, ...]:
-    """Return the names of the tasks of lm_eval; empty if none are requested.
-
-    Raises `ConfigError` for options that exclude each other.
-    """
-    if tasks is not None and questions is not None:
-        message = "--tasks and --questions both choose the questions; give one of them"
-        raise ConfigError(message, setting="tasks", given=tasks, allowed="only without `questions`")
-    if task_folder is not None and tasks is None:
-        raise ConfigError.idle("task_folder", str(task_folder), "`tasks`")
-    if most_questions < (0 if tasks is None else 1):
-        allowed = "at least 0" if tasks is None else "at least 1 with `tasks`"
-        raise ConfigError.out_of_bounds("most_questions", most_questions, allowed)
-    names = tuple(name.strip() for name in tasks.split(",") if name.strip()) if tasks is not None else ()
-    if tasks is not None and not names:
-        raise ConfigError.out_of_bounds("tasks", tasks, "names of tasks separated by commas, such as arc_easy,piqa")
-    return names
 
 
 def _no_alphas(given: str) -> ConfigError:

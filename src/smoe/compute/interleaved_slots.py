@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 
+from smoe.bounds import INT8
 from smoe.compute.expert_math import ExpertMath
 from smoe.compute.quantised_math import QuantisedMath
 from smoe.expert import ExpertKey
@@ -15,16 +16,14 @@ from smoe.memory.store import SlotLayout
 class InterleavedSlots:
     """Converts the matrices of experts in slots to the layout that the kernels use. Any thread may call this."""
 
-    def __init__(self, maths: Mapping[tuple[int, int], ExpertMath], activations: str) -> None:
-        """`maths`: the experts' arithmetic, by (layer, format); `activations`: see `EngineConfig.activations`."""
+    def __init__(self, maths: Mapping[tuple[int, int], ExpertMath]) -> None:
+        """`maths`: the experts' arithmetic, by (layer, format)."""
         self._matrices = {
             key: [each for each in math.stored if each.form.rows > 1]
             for key, math in maths.items()
             if isinstance(math, QuantisedMath)
         }
-        self._products = {
-            each.form: products_of(each.form, activations) for some in self._matrices.values() for each in some
-        }
+        self._products = {each.form: products_of(each.form, INT8) for some in self._matrices.values() for each in some}
 
     def __call__(self, key: ExpertKey, placement: SlotLayout, buffer: memoryview) -> None:
         """Interleave the rows of an expert that was read into the slot `buffer`."""

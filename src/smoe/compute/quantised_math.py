@@ -169,6 +169,11 @@ class QuantisedMath(ExpertMath):
         """The matrices of an expert, with the formats that they have in a slot."""
         return self._stored
 
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether rows of a matrix are interleaved in slots."""
+        return any(each.form.rows > 1 for each in self._stored)
+
     def _are_in_bytes(self) -> list[bool]:
         """Return for each matrix whether our kernel multiplies it with activation rows in 8 bits."""
         products = [products_of(each.form, self._activations) for each in self._stored]

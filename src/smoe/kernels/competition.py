@@ -12,8 +12,8 @@ _SHARE = 0.2
 """The threshold: another program competes if the thread waits for a core for at least this share of the time. A program
 that keeps one of two cores busy causes a share of 0.5, many short jobs of other programs less than 0.1."""
 _STAY_SECONDS = 2.0
-"""The seconds for which a positive result is kept. Meanwhile this program uses fewer threads, so its thread waits less
-although the other program still runs."""
+"""The seconds for which a positive result remains valid. Meanwhile this program uses fewer threads, so its thread waits
+less although the other program still runs."""
 _WAITS = Path("/proc/thread-self/schedstat")
 """Linux: three numbers for the calling thread, of which the second is the nanoseconds in which it was ready to run
 without a core."""

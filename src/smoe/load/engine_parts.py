@@ -16,6 +16,7 @@ from smoe.compute.expert_math import ExpertMath
 from smoe.compute.experts import Experts
 from smoe.compute.host_experts import HostExperts
 from smoe.compute.interleaved_slots import InterleavedSlots
+from smoe.compute.quantised_math import QuantisedMath
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError, UnsupportedModelError
 from smoe.expert import EXACT
@@ -113,9 +114,8 @@ def open_parts(
     predictors = _predictors(model, divided, rules, draft, arena.device)
     table = SlotTable(*ledger.pools)
     maths = _maths(model, resolved, divided, arena, pacing)
-    is_quantised = any(isinstance(store, QuantisedStore) for store in resolved.stores.values())
-    activations = activations_of(config, spec.dtype.torch, arena.device)
-    arrange = InterleavedSlots(maths, activations) if is_quantised else None
+    is_interleaved = any(isinstance(math, QuantisedMath) and math.is_interleaved for math in maths.values())
+    arrange = InterleavedSlots(maths) if is_interleaved else None
     tiers = make_tiers(resolved.stores, arena, table, ledger.demand.all_classes, config, pacing, on_host_tier, arrange)
     transfers = Transfers(tiers.mover, reading_threads(config), pacing.now)
     made.callback(transfers.close)
