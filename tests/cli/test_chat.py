@@ -48,7 +48,7 @@ def test_a_template_of_the_user_replaces_the_models(say, checkpoint, tmp_path):
 
 def test_the_demo_is_called_a_toy(say, checkpoint):
     """Would catch a stranger who takes the demo's children's stories for answers."""
-    assert "trained on children's stories" in " ".join(say("demo", "/quit").err.split())
+    assert "writes children's stories" in " ".join(say("demo", "/quit").err.split())
     assert "children's stories" not in say(checkpoint, "/quit").err
 
 

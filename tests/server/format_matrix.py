@@ -214,8 +214,11 @@ def table(folder: Path) -> str:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=Path)
-    print(table(parser.parse_args().folder), end="")
+    parser.add_argument("folder", type=Path, help="a source tree of llama.cpp")
+    folder = parser.parse_args().folder
+    if not any((folder / "models" / "templates").glob("*.jinja")):
+        parser.error(f"{folder / 'models' / 'templates'} has no templates (*.jinja); give a source tree of llama.cpp")
+    print(table(folder), end="")
 
 
 if __name__ == "__main__":

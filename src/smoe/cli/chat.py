@@ -33,7 +33,8 @@ Ctrl-C stops an answer, Ctrl-D leaves.
 
 _QUIT = "/quit"
 _TOY = (
-    "demo is a toy that was trained on children's stories only: it cannot answer questions; give a chat model for that"
+    "demo is a toy that writes children's stories: it answers only simple questions about facts in the message; give a "
+    "chat model for other questions"
 )
 _LEAVING = (_QUIT, "/exit", "/bye")
 """Messages that end a chat, here and in similar programs."""
