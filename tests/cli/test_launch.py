@@ -115,8 +115,13 @@ def test_what_is_missing_is_said(run: Run, seen: Callable[[], dict[str, Any]], t
     ran = run("launch", "codex", "--port", "1")
     assert ran.code == 2 and "codex is not installed" in ran.err and "npm install -g @openai/codex" in ran.err
     ran = run("launch", "nowhere", "--port", "1")
-    assert ran.code == 2 and "known programs: aider, claude, codex, opencode, qwen" in ran.err
-    assert "qwen (did you mean claude?)" in run("launch", "claud", "--port", "1").err
+    allowed = "give aider, claude, codex, opencode, qwen, or another command on PATH"
+    assert ran.code == 2 and f"there is no program 'nowhere' on PATH; {allowed}" in ran.err
+    assert "no program 'claud' on PATH (did you mean claude?)" in run("launch", "claud", "--port", "1").err
+    for model in ("demo", tmp_path, "a/b", "./c.gguf"):
+        assert (
+            f"the program stands before the model: smoe launch claude {model} --memory 8GiB" in run("launch", model).err
+        )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         ran = run("launch", "aider", "--port", free.getsockname()[1])

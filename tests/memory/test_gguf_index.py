@@ -209,6 +209,7 @@ HUGE = 2**62
 DAMAGES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "bad.gguf is empty"),
     "another format": (b"PK\3\4" + bytes(100), "not a GGUF file"),
+    "no text": (b"U\x94eg" + bytes(100), r"it begins with the bytes 'U\\x94eg', not with 'GGUF'"),
     "magic alone": (b"GGUF", "version ends behind"),
     "old": (file(version=1), "version 1"),
     "new": (file(version=9), "version 9"),

@@ -87,9 +87,9 @@ def served(model: PreTrainedModel, tokenizer: Any, **config: Any) -> Iterator[Ru
     """A server of a model, ended at the end."""
     settings = ServerConfig(port=0, **{"drain_seconds": 0.0, **config})
     with bound(settings) as bound_socket:
-        serving = Serving(model, tokenizer, "demo", settings)
-        serving.start()
         told: list[str] = []
+        serving = Serving(model, tokenizer, "demo", settings, told.append)
+        serving.start()
         server = Server(serving, told.append, told.append)
         thread = threading.Thread(target=server.run, args=([bound_socket],))
         url = address_of(bound_socket)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import logging
 from typing import Any
 from urllib.parse import unquote
 
@@ -114,18 +113,29 @@ def test_names_say_where_the_field_is(kind: type[RequestFields], fields: Any, ex
     assert [field.shown for field in unknown_fields(kind, fields)] == expected
 
 
-def test_each_name_has_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    fields = UnknownFields(is_strict=False)
-    with caplog.at_level(logging.INFO, "smoe.server.body"):
+def test_each_name_is_warned_of_once() -> None:
+    warnings: list[str] = []
+    fields = UnknownFields(False, warnings.append)
+    for _ in range(2):
+        assert fields.check(ChatAsked, {"temprature": 1, "own": 2}) == ["temprature", "own"]
+    later = "; further requests with it get no warning"
+    assert warnings == [
+        "the unknown field 'temprature' of a request is ignored (did you mean temperature?)" + later,
+        "the unknown field 'own' of a request is ignored" + later,
+    ]
+    for number in range(1000):
+        fields.check(ChatAsked, {f"{number}": 1})
+    assert len(warnings) == 200
+
+
+def test_the_user_who_started_the_server_is_warned(demo: Any, demo_tokenizer: Any) -> None:
+    with served(demo, demo_tokenizer) as running:
+        body = BODIES["/v1/responses"] | {"own": 1, "tools": [{"type": "web_search"}, {"type": "web_search"}]}
         for _ in range(2):
-            assert fields.check(ChatAsked, {"temprature": 1, "own": 2}) == ["temprature", "own"]
-        assert [record.getMessage() for record in caplog.records] == [
-            "the unknown field 'temprature' of a request is ignored (did you mean temperature?)",
-            "the unknown field 'own' of a request is ignored",
-        ]
-        for number in range(1000):
-            fields.check(ChatAsked, {f"{number}": 1})
-    assert len(caplog.records) == 200
+            running.http("POST", "/v1/responses", body)
+        assert [line.partition(" of a request is ignored")[0] for line in running.told] == [
+            "the unknown field 'own'", "the tool web_search"
+        ]  # fmt: skip
 
 
 def test_many_names_fit_in_the_header(running: Running) -> None:

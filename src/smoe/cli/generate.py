@@ -180,7 +180,7 @@ def _run(
     watch: bool,
 ) -> tuple[RunReport, RunSetup]:
     """Generate, and return the report and the engine's setup for the summary."""
-    from smoe.cli.console import Patience, warn
+    from smoe.cli.console import Patience, doing, warn
 
     config = engine.config(len(texts))
     if tpot is not None and config.prices_answers:
@@ -224,10 +224,11 @@ def _run(
             _finish(generation.answers if len(texts) > 1 else [])
         for text in generation.notes:
             warn(text)
-        from smoe.report.hindsight import look_back  # imports the simulator, after the text is printed
-
         report = report_on(generation, ready)
-        foretold = look_back(ready, generation, fetch(model, engine.revision), layers)
+        with doing("comparing the run with its forecast"):
+            from smoe.report.hindsight import look_back  # imports the simulator, after the text is printed
+
+            foretold = look_back(ready, generation, fetch(model, engine.revision), layers)
         return replace(report, forecast=foretold), setup_of(offload, has_template=tokenizer.chat_template is not None)
 
 

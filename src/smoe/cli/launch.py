@@ -11,6 +11,7 @@ import tempfile
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import IO, Annotated, Any
 
@@ -79,14 +80,23 @@ def _executable(program: Program) -> str:
     found = shutil.which(program.command)
     if found is not None:
         return found
-    known = f"known programs: {', '.join(PROGRAMS)}{suggested(program.command, PROGRAMS)}"
-    how = f"install it: {program.install}" if program.install else known
-    raise ConfigError(
-        f"the program {program.command} is not installed (PATH has no such program); {how}",
-        setting="program",
-        given=program.command,
-        allowed="a command on PATH",
-    )
+    given = program.command
+    known = f"{', '.join(PROGRAMS)}, or another command on PATH"
+    if program.install:
+        message = f"the program {given} is not installed (PATH has no such program); install it: {program.install}"
+    elif _may_be_model(given):
+        message = (
+            f"{given!r} is no program; the program stands before the model: smoe launch claude {given} --memory 8GiB"
+        )
+    else:
+        message = f"there is no program {given!r} on PATH{suggested(given, PROGRAMS)}; give {known}"
+    raise ConfigError(message, setting="program", given=given, allowed=known)
+
+
+def _may_be_model(text: str) -> bool:
+    """Return whether a text in the place of the program is probably a model: a folder, a GGUF file, or a hub id."""
+    is_hub_id = text.count("/") == 1 and not text.startswith((".", "/", "~"))
+    return text == "demo" or text.endswith(".gguf") or is_hub_id or Path(text).is_dir()
 
 
 @contextmanager

@@ -306,7 +306,7 @@ def _serve(
             note(text, is_asked=True)
 
     with loaded_with_tokenizer(model, settings, engine.revision, template) as (ready, tokenizer):
-        serving = Serving(ready, tokenizer, name, config)
+        serving = Serving(ready, tokenizer, name, config, warned)
         if not serving.prompts.has_template:
             note(
                 "this model has no chat template: the server answers requests to /v1/completions, and refuses "

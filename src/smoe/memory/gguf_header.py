@@ -259,10 +259,10 @@ def _read_counts(reader: _Reader) -> tuple[int, int]:
     if not start:
         raise CheckpointError(f"{path} is empty; its download has probably failed: download the file again")
     if start != MAGIC:
-        found = start.decode("ascii", "backslashreplace")
+        found = repr(start).removeprefix("b")
         raise CheckpointError(
-            f"{path} is not a GGUF file: it begins with {found!r}, not with {MAGIC.decode()!r}; it is a file of "
-            "another kind, or its download has failed"
+            f"{path} is not a GGUF file: it begins with the bytes {found}, not with {MAGIC.decode()!r}; it is a file "
+            "of another kind, or its download has failed"
         )
     version = reader.number("I", "the version")
     if version and version & 0xFFFF == 0:

@@ -6,7 +6,7 @@ surrogates and deep nesting are refused here, so that later code need not check 
 The values of a body are counted in its bytes before it is parsed. A C parser holds Python's global lock while it works,
 and so does validation: a million small lists in 4 MiB would block the server for two seconds.
 
-Unknown fields of requests are ignored and named in a response header and in the log, or refused by a strict server.
+Unknown fields of requests are ignored and named in a response header and in a warning, or refused by a strict server.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import codecs
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar, get_args, get_origin
 
@@ -37,9 +37,8 @@ MOST_FIELDS = 4096
 take too long."""
 _CHUNK_BYTES = 1 << 16
 _BRACES = re.compile(rb"[{}]")
-_MOST_LOGGED = 200
-"""The maximum number of different unknown field names that get a line in the log, because a client may send any
-names."""
+_MOST_WARNINGS = 200
+"""The maximum number of warnings about ignored fields, because a client may send any names."""
 _DEEPEST = 100
 """The deepest nesting of objects and lists: later code processes them recursively."""
 _MOST_DIGITS = 100
@@ -94,10 +93,10 @@ class AskedFields(BaseModel):
         return None
 
     @property
-    def ignored_parts(self) -> list[str]:
-        """The places of the request's parts that are known but ignored, such as tools that only other servers have. A
-        strict server refuses them, as it does unknown fields."""
-        return []
+    def ignored_parts(self) -> dict[str, str]:
+        """{place: what is there} of the request's parts that are known but ignored, such as tools that only other
+        servers have. A strict server refuses them, as it does unknown fields."""
+        return {}
 
     def check_unsupported(self) -> None:
         """Raise an `ApiError` for a field whose value would change the response but is not supported."""
@@ -350,24 +349,28 @@ def unknown_fields(kind: type[BaseModel], value: Any, inside: str = "") -> Itera
 
 
 class UnknownFields:
-    """The unknown fields of one server's requests. One thread at a time calls `check`."""
+    """The unknown fields of one server's requests. One thread at a time calls `check` and `warn_of`."""
 
-    def __init__(self, is_strict: bool) -> None:
-        """`is_strict`: whether unknown fields are refused."""
-        self._is_strict = is_strict
-        self._logged: set[str] = set()
+    def __init__(self, is_strict: bool, warn: Callable[[str], None] = _log.warning) -> None:
+        """`is_strict`: whether unknown fields are refused. `warn` prints for the user who started the server."""
+        self._is_strict, self._warn = is_strict, warn
+        self._warned: set[str] = set()
 
     def check(self, kind: type[BaseModel], value: Any) -> list[str]:
-        """Return the names of the unknown fields of a body, and log each name once. A strict server raises an
+        """Return the names of the unknown fields of a body, and warn of each name once. A strict server raises an
         `ApiError` for the first unknown field."""
         found = list(unknown_fields(kind, value))
         if found and self._is_strict:
             raise _refused_field(found[0])
         for field in found:
-            if field.shown not in self._logged and len(self._logged) < _MOST_LOGGED:
-                self._logged.add(field.shown)
-                _log.info("the unknown field %r of a request is ignored%s", field.shown, field.hint)
+            self.warn_of(f"the unknown field {field.shown!r}", field.hint)
         return [field.shown for field in found]
+
+    def warn_of(self, what: str, hint: str = "") -> None:
+        """Warn once that a part of a request is ignored. Most programs show their user no header of a response."""
+        if what not in self._warned and len(self._warned) < _MOST_WARNINGS:
+            self._warned.add(what)
+            self._warn(f"{what} of a request is ignored{hint}; further requests with it get no warning")
 
 
 def _refused_field(field: UnknownField) -> ApiError:

@@ -129,6 +129,6 @@ class ResponseAsked(RequestFields):
     stream_options: Any = None
 
     @property
-    def ignored_parts(self) -> list[str]:
-        tools = enumerate(self.tools or ())
-        return [f"tools[{number}]" for number, tool in tools if tool.get("type") in HOSTED_TOOLS]
+    def ignored_parts(self) -> dict[str, str]:
+        tools = [(number, tool.get("type")) for number, tool in enumerate(self.tools or ())]
+        return {f"tools[{number}]": f"the tool {kind}" for number, kind in tools if kind in HOSTED_TOOLS}

@@ -52,7 +52,15 @@ _A = TypeVar("_A", bound=AskedFields)
 class Serving:
     """One served model. Call `start` first, then handle requests, then call `close`."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str, config: ServerConfig) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        name: str,
+        config: ServerConfig,
+        warn: Callable[[str], None] = _log.warning,
+    ) -> None:
+        """`warn` prints for the user who started the server."""
         self.model, self.name, self.config = model, name, config
         self.engine: Engine = model.offload  # type: ignore[assignment]
         self.began = int(time.time())
@@ -78,7 +86,7 @@ class Serving:
         self._bell = Bell()
         self._asked: weakref.WeakSet[Texts] = weakref.WeakSet()
         self.health = ModelHealth()
-        self._unknown = UnknownFields(config.is_strict)
+        self._unknown = UnknownFields(config.is_strict, warn)
         self._is_ending = self._has_read = False
         self._thread = threading.Thread(target=self._run, name="smoe-decode", daemon=True)
         self._preparing = ThreadPoolExecutor(1, "smoe-prompts")
@@ -173,10 +181,12 @@ class Serving:
         """Return the result of `work` for a parsed body, and the names of the body's ignored fields."""
         asked, ignored = asked_of(kind, data, self._unknown)
         asked.check_unsupported()
-        ignored += asked.ignored_parts
-        if self.config.is_strict and ignored:
-            message = f"'{ignored[0]}' is not supported, and this server refuses unsupported fields; leave it out"
-            raise refused(message, ignored[0], "unsupported_parameter")
+        for place, what in asked.ignored_parts.items():
+            if self.config.is_strict:
+                message = f"'{place}' is not supported, and this server refuses unsupported fields; leave it out"
+                raise refused(message, place, "unsupported_parameter")
+            self._unknown.warn_of(what)
+            ignored.append(place)
         if asked.asked_model is not None:
             self.check_name(asked.asked_model, asked.tags)
         try:
