@@ -134,6 +134,23 @@ class EngineConfig(PolicySettings):
     )
     """The number of tokens, over all sequences, that one step processes. Longer prompts are processed in chunks, and
     their results have grade E1 instead of E0."""
+    images: bool = setting(
+        False,
+        Switch(),
+        "Load the model's image encoder too, so that prompts can contain images. It takes part of the memory budget.",
+        option="--images",
+        panel=MEMORY,
+    )
+    """Whether the image encoder is loaded, and memory is reserved for images in prompts. Only for some families, and
+    not for GGUF files."""
+    image_tokens: int = setting(
+        1024,
+        Count(64),
+        "With --images: maximum number of tokens of one image. Larger images are scaled down.",
+        owner="images",
+    )
+    """The largest number of tokens that one image takes. Larger images are scaled down. The memory for the image
+    encoder's activations depends on it."""
     lend_reserve: bool = setting(
         True,
         Switch(),
@@ -663,14 +680,16 @@ DEFAULTS = {each.name: each.default for each in fields(EngineConfig)}
 """The default value of each setting, by name."""
 
 
-def belongs_to(name: str, value: str) -> bool:
+def belongs_to(name: str, value: Any) -> bool:
     """Return whether the setting `name` has an effect if `value` is the value of its owner, the other setting that it
     belongs to."""
     owner = SETTINGS[name].owner
     if owner == "device":
-        return value == EMULATED
+        return bool(value == EMULATED)
+    if owner == "images":
+        return bool(value)
     if owner == "low_precision":
-        return value != "none"
+        return bool(value != "none")
     allowed = SETTINGS[owner].allowed
     assert isinstance(allowed, ClassName), owner
     settings: tuple[str, ...] = allowed.find(value).settings
@@ -683,6 +702,10 @@ def owner_in_words(name: str) -> str:
     owner = SETTINGS[name].owner
     allowed = SETTINGS[owner].allowed
     if not isinstance(allowed, ClassName):
-        return {"device": f"`device={EMULATED}`", "low_precision": "`low_precision=int4`, or another precision"}[owner]
+        return {
+            "device": f"`device={EMULATED}`",
+            "images": "`images=true`",
+            "low_precision": "`low_precision=int4`, or another precision",
+        }[owner]
     first, *others = (value for value in allowed.names if belongs_to(name, value))
     return " or ".join((f"`{owner}={first}`", *others))

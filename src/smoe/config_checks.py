@@ -48,6 +48,7 @@ def check_together(config: EngineConfig) -> None:
     _check_low(config)
     _check_cluster(config)
     _check_draft(config)
+    _check_images(config)
     if config.device == "cpu" and config.balance not in ("auto", "none"):
         raise UnpreparedError(
             f"`balance={config.balance}` (an option, or part of a preset) needs a device in addition to the CPU: "
@@ -84,6 +85,19 @@ def _check_cluster(config: EngineConfig) -> None:
             setting=name,
             given=getattr(config, name),
             allowed="only without `cluster`",
+        )
+
+
+def _check_images(config: EngineConfig) -> None:
+    """Raise `ConfigError` if `images` is combined with other models or machines, which get tokens only."""
+    others = {"cluster": config.cluster is not None, "prefetch": config.prefetch == DRAFT}
+    for name in (name for name, is_given in others.items() if is_given and config.images):
+        raise ConfigError(
+            f"`images` cannot be combined with `{name}={getattr(config, name)}`, which gets tokens and no images: "
+            "leave out one of the two",
+            setting="images",
+            given=True,
+            allowed=f"false with `{name}={getattr(config, name)}`",
         )
 
 

@@ -31,6 +31,7 @@ GIVEN = {
     "direct_io": ("off", "off"),
     "emulated_expert_bytes": ("9MiB", 9 * 2**20),
     "expert_cache": ("top-k", "top-k"),
+    "image_tokens": ("256", 256),
     "io_threads": ("3", 3),
     "prefetch_asked": ("concurrent", "concurrent"),
     "prefetch_depth": ("2", 2),
@@ -71,7 +72,8 @@ def test_values_have_their_type(name: str) -> None:
     prefetch = {"prefetch_depth": "stacked-gates", "prefetch_asked": "previous-token"}.get(name)
     prefetch = "draft-model" if name.startswith("draft") else prefetch
     eviction = "multidimensional" if name.startswith("cache_") else None
-    config = EngineOptions(settings=[f"{name}={text}"], device=device, prefetch=prefetch, eviction=eviction).config()
+    others = {"device": device, "prefetch": prefetch, "eviction": eviction, "images": name == "image_tokens"}
+    config = EngineOptions(settings=[f"{name}={text}"], **others).config()
     assert getattr(config, name) == value
 
 

@@ -117,6 +117,9 @@ def described(engine: Engine) -> list[str]:
     lines = [describe(ledger, engine.budget_reason, engine.config.keeps_experts)]
     if ledger.cache_slots < ledger.demand.total_experts:
         lines.append(division(ledger, engine.context_tokens, engine.config))
+    if engine.config.images:
+        encoder = format_bytes(ledger.demand.image_encoder_bytes)
+        lines.append(f"prompts can contain images: the image encoder takes {encoder} of the memory budget")
     return lines + settings_chosen(engine)
 
 

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from smoe.errors import ConfigError, ContextError, EngineBusyError, EngineStateError
 from smoe.generation.choices import end_tokens, generation_config
 from smoe.generation.detokenizer import TextStream
+from smoe.generation.prompt_images import piece_end
 from smoe.generation.request import End, EndReason, Piece, Request
 from smoe.generation.row_text import common_beginning
 from smoe.generation.rows import Rows
@@ -228,6 +229,8 @@ class DecodeLoop:
         """Return whether a prompt can be processed in one pass with the prompts that were admitted before. The
         beginning of no prompt may be in the KV cache already, and all prompts together must be at most as large as one
         piece of a long prompt."""
+        if request.images is not None or self._reading[0].request.images is not None:
+            return False
         prompts = [*(text.request.ids for text in self._reading), request.ids]
         is_new = not self._reading[0].request.reused_tokens and not self._usable_rows().known(request.ids)
         is_own = all(2 * common_beginning(ids, request.ids) < len(request.ids) for ids in prompts[:-1])
@@ -242,7 +245,7 @@ class DecodeLoop:
         except Exception as error:
             self._say(request, End(EndReason.FAILED, "", error))
             return
-        text.row, request.reused_tokens = rows.take(request.ids)
+        text.row, request.reused_tokens = rows.take(request.ids, request.images)
         request.begun = self._engine.now()
         self._reading.append(text)
 
@@ -267,7 +270,7 @@ class DecodeLoop:
             return
         text, rows, ids = self._reading[0], self._usable_rows(), self._reading[0].request.ids
         begin = max(text.read, text.request.reused_tokens)
-        end = min(len(ids), begin + self._engine.config.prefill_tokens)
+        end = piece_end(text.request.images, begin, min(len(ids), begin + self._engine.config.prefill_tokens))
         try:
             logits = rows.read(text.row, ids[begin:end])
         except Exception as error:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from smoe.generation.prompt_images import PromptImages
 from smoe.generation.sampling import Sampling
 
 
@@ -80,6 +81,8 @@ class Request:
     """How many of the most probable tokens are reported with each token. 0: only the chosen token's probability; None:
     no probabilities."""
     constraint: Constraint | None = None
+    images: PromptImages | None = None
+    """The images of the prompt; None if it has none."""
     is_cancelled: bool = False
     """Any thread may set this; the request then ends before the next step."""
     has_enough: bool = False

@@ -8,7 +8,8 @@ from smoe.models.rotary import Factors
 
 
 class RowText:
-    """The tokens in one row of the KV cache."""
+    """The tokens in one row of the KV cache. In place of the tokens of an image there are negative numbers that are
+    derived from the image (`prompt_images.py`)."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []

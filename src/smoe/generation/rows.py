@@ -9,12 +9,13 @@ after the other.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from smoe.generation.prompt_images import PromptImages, piece_end
 from smoe.generation.row_text import RowText
 from smoe.models.kv_cache import RowCache
 from smoe.models.text_rows import TextRows
@@ -39,10 +40,13 @@ class Rows:
         if all(cache.can_rewind for cache in self._alone):
             self._alone, self._texts = [], TextRows(engine.new_cache(count), model.config.get_text_config())
         self._held = [RowText() for _ in range(count)]
+        self._images: list[PromptImages | None] = [None] * count
+        """For each row, the images of the prompt for which the row was taken."""
         self._whole = [0] * count
         """For each row, the length of the prompt for which the row was taken. The rotary factors of all pieces of the
         prompt depend on this length."""
         self._rotary, self._piece = engine.rotary, engine.config.prefill_tokens
+        self._image_pass = engine.passes.image_pass
         self._is_taken = [False] * count
         self._used = [0] * count
         """When each row was last taken: a larger number means later."""
@@ -66,9 +70,9 @@ class Rows:
         """Return how many first tokens of this prompt are in a row of the KV cache already."""
         return max(self._common(ids))
 
-    def take(self, ids: Sequence[int]) -> tuple[int, int]:
+    def take(self, ids: Sequence[int], images: PromptImages | None = None) -> tuple[int, int]:
         """Return (a free row for this prompt, the number of its first tokens that the row contains). The last token of
-        the prompt is never counted, since its logits must be computed.
+        the prompt is never counted, since its logits must be computed. `images`: the prompt's images.
 
         If the prompt continues the text of a free row, it gets this row. If only the beginning is the same, as in
         another conversation with the same template, the beginning is copied to an empty row, or to the least recently
@@ -76,7 +80,7 @@ class Rows:
         """
         self._turns += 1
         free = [row for row, is_taken in enumerate(self._is_taken) if not is_taken]
-        common = self._common(ids)
+        common = self._common(ids if images is None else images.keys, images)
         best = max(range(len(common)), key=lambda row: (common[row], not self._is_taken[row]))
         row = best
         if self._is_taken[best] or 2 * common[best] < len(self._held[best].ids):
@@ -91,13 +95,16 @@ class Rows:
             self._alone[row].reset()
         self._held[row].cut(common[row])
         self._is_taken[row], self._used[row], self._whole[row] = True, self._turns, len(ids)
+        self._images[row] = images
         return row, common[row]
 
-    def _common(self, ids: Sequence[int]) -> list[int]:
+    def _common(self, keys: Sequence[int], images: PromptImages | None = None) -> list[int]:
         """Return, for each row, how many first tokens this prompt can reuse. The prompt's last token is not counted.
-        Rows with other rotary factors count 0."""
-        factors = self._rotary.rule.factors(len(ids))
-        common = [min(held.in_common(ids, factors), len(ids) - 1) for held in self._held]
+        Rows with other rotary factors count 0. `keys`: the tokens, with hashes in place of those of images."""
+        factors = self._rotary.rule.factors(len(keys))
+        common = [min(held.in_common(keys, factors), len(keys) - 1) for held in self._held]
+        if images is not None:
+            common = [images.reusable(n) for n in common]
         if self._texts is None:  # a recurrent state can only be continued at its end
             common = [n if n == len(self._held[row].ids) else 0 for row, n in enumerate(common)]
         return common
@@ -118,7 +125,7 @@ class Rows:
 
     def exchange(self, a: int, b: int) -> None:
         """Exchange the texts of two rows."""
-        for own in (self._held, self._whole, self._is_taken, self._used, self._alone):
+        for own in (self._held, self._whole, self._is_taken, self._used, self._alone, self._images):
             _swap(own, a, b)
         if self._texts is not None:
             self._texts.exchange(a, b)
@@ -172,11 +179,16 @@ class Rows:
         whole text is computed again."""
         if not self._is_switch(row):
             return self._one(row, [token])
-        ids = [*self._held[row].ids, token]
+        keys, images = [*self._held[row].ids, token], self._images[row]
+        ids = keys if images is None else images.ids_of(keys)
         self._restart(row)
         self._whole[row] = len(ids)
-        pieces = [ids[begin : begin + self._piece] for begin in range(0, len(ids), self._piece)]
-        return [self._one(row, piece) for piece in pieces][-1]
+        while True:
+            begin = len(self._held[row].ids)
+            end = piece_end(images, begin, min(len(ids), begin + self._piece))
+            logits = self._one(row, ids[begin:end])
+            if end == len(ids):
+                return logits
 
     def _attempt(self, row: int, token: int) -> torch.Tensor | Exception:
         try:
@@ -216,7 +228,7 @@ class Rows:
         assert texts is not None
         texts.align(range(count))
         window = texts.window(0, count)
-        positions = [[length] for length in texts.lengths[:count]]
+        positions = [[length + self._shift(row)] for row, length in enumerate(texts.lengths[:count])]
         logits = self._pass([[token] for token in tokens], window, positions)
         texts.note(window, 0)
         for row, token in enumerate(tokens):
@@ -224,28 +236,42 @@ class Rows:
         return list(logits)
 
     def _one(self, row: int, ids: Sequence[int]) -> torch.Tensor:
-        begin = len(self._held[row].ids)
+        begin, images = len(self._held[row].ids), self._images[row]
         cache = self._alone[row] if self._texts is None else self._texts.window(row)
-        positions = list(range(begin, begin + len(ids)))
+        positions = [place + self._shift(row) for place in range(begin, begin + len(ids))]
         whole = max(self._whole[row], begin + len(ids))
+        more, keys = {}, ids
+        if images is not None and begin < len(images.ids):
+            images.encode(begin, begin + len(ids), self._image_pass)
+            more, keys = images.arguments(ids, begin), images.keys_of(ids, begin)
         with self._rotary.reading([whole]):
-            logits = self._pass([list(ids)], cache, [positions])
+            logits = self._pass([list(ids)], cache, [positions], more)
         if self._texts is not None:
             self._texts.note(cache, row)  # type: ignore[arg-type]
-        self._held[row].extend(ids, self._rotary.rule.factors(whole))
+        self._held[row].extend(keys, self._rotary.rule.factors(whole))
         return logits[0]
+
+    def _shift(self, row: int) -> int:
+        """Return the number that is added to the index of a generated token to get its position. It differs from 0 if
+        the tokens of an image share positions."""
+        images = self._images[row]
+        return 0 if images is None else images.shift
 
     def _take_back(self, row: int, length: int) -> None:
         self._held[row].cut(length)
         assert self._texts is not None
         self._texts.forget(row, length)
 
-    def _pass(self, ids: list[list[int]], cache: RowCache, positions: list[list[int]]) -> torch.Tensor:
-        """Return the logits [rows, V] after the last token of each row. `ids`, `positions`: [rows, new tokens]."""
+    def _pass(
+        self, ids: list[list[int]], cache: RowCache, positions: list[list[int]], more: Mapping[str, Any] = {}
+    ) -> torch.Tensor:
+        """Return the logits [rows, V] after the last token of each row. `ids`, `positions`: [rows, new tokens]; `more`:
+        further arguments of the model's forward function, which replace the usual ones."""
         device = self._model.device
         given = torch.tensor(ids, device=device)
-        at = torch.tensor(positions, device=device)
-        output = self._model(input_ids=given, position_ids=at, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        other = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in more.items()}
+        arguments = {"position_ids": torch.tensor(positions, device=device), "logits_to_keep": 1} | other
+        output = self._model(input_ids=given, past_key_values=cache, use_cache=True, **arguments)
         logits: torch.Tensor = output.logits[:, -1]
         return logits
 

@@ -302,7 +302,7 @@ def _dense_bytes(model: PreTrainedModel, ledger: Ledger) -> int:
     ledger's entry for weights."""
     tensors = [*model.parameters(), *model.buffers()]
     used: int = sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())  # tied weights count once
-    promised = ledger.weights_bytes
+    promised = ledger.dense_bytes
     if used > promised:
         raise BudgetError(
             f"the non-expert weights take {used} bytes, and the memory budget reserved {promised} bytes for them; "

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Pret
 from smoe.errors import NotMoEError, UnsupportedModelError
 from smoe.memory.store import Part
 from smoe.models.dense import one_at_a_time
+from smoe.models.image_families import image_family
 from smoe.models.outline import ExpertsSite
 from smoe.models.registration import opened_family
 
@@ -27,27 +28,33 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(module, "_apply_gate") and hasattr(module, "has_gate") and hasattr(module, "is_transposed")
 
 
-def meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model without weights (on the meta device), with experts in transformers' eager form.
+def meta_model(config: PretrainedConfig, dtype: torch.dtype, with_images: bool = False) -> PreTrainedModel:
+    """Return the model without weights (on the meta device), with experts in transformers' eager form. `with_images`:
+    with the image encoder.
 
     Weights that some families store in float32 in a model of another dtype are float32 here too.
     """
     config._experts_implementation = "eager"
     with one_at_a_time, torch.device("meta"):
-        model: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype)
+        model: PreTrainedModel = auto_class(config, with_images).from_config(config, dtype=dtype)
     return model.eval()
 
 
-def auto_class(config: PretrainedConfig) -> Any:
+def auto_class(config: PretrainedConfig, with_images: bool = False) -> Any:
     """Return the class that builds a language model from a configuration. Raise `UnsupportedModelError` if there is
     none.
 
     It is a class of ours if there is one for the family. Otherwise it is transformers' class for causal language
-    models, or its class for images and text, which also works without images.
+    models, or its class for images and text, which also works without images. `with_images`: a class that has the image
+    encoder.
     """
-    opened = opened_family(config.model_type)
+    if with_images:
+        image_family(config)  # raises the error of families without images
+    opened = opened_family(config.model_type, with_images)
     if opened is not None:
         return opened
+    if with_images:
+        return AutoModelForImageTextToText
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if type(config) in auto._model_mapping:
             return auto

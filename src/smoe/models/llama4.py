@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Llama4TextConfig, PretrainedConfig
+from transformers import Llama4Config, Llama4TextConfig, PretrainedConfig
 from transformers.integrations.moe import use_experts_implementation
 from transformers.models.llama4 import modeling_llama4 as library
 
@@ -104,4 +104,25 @@ class ChoosingLlama4ForCausalLM(library.Llama4ForCausalLM):
         return super().from_pretrained(place, config=config.get_text_config(), **options)
 
 
+class ChoosingLlama4ForConditionalGeneration(library.Llama4ForConditionalGeneration):
+    """Llama 4's model for images and text, with the language model above."""
+
+    def __init__(self, config: Llama4Config) -> None:
+        super().__init__(config)
+        self.language_model = ChoosingLlama4ForCausalLM(config.text_config)
+        self.post_init()
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """Return True always, as the language model does."""
+        return True
+
+    @classmethod
+    def from_config(cls, config: PretrainedConfig, **options: Any) -> ChoosingLlama4ForConditionalGeneration:
+        """Return the model without trained weights, as transformers' Auto classes do."""
+        made: ChoosingLlama4ForConditionalGeneration = cls._from_config(config, **options)
+        return made
+
+
 MODEL = ChoosingLlama4ForCausalLM
+IMAGE_MODEL = ChoosingLlama4ForConditionalGeneration

@@ -38,6 +38,8 @@ def by_arithmetic(place: Path, config: EngineConfig) -> tuple[Described, ModelSp
 
     Raise `UndescribedError` for models that only transformers can describe.
     """
+    if config.images:
+        raise UndescribedError("an image encoder")
     described = described_at(place)
     model_config = plain_config(*described.fields())
     dtype = choose_dtype(model_config, config)

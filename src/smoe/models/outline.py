@@ -92,6 +92,8 @@ class Outline:
     tables: frozenset[str] = frozenset()
     """The names of embeddings with more rows than the vocabulary. They stay on disk, where rows are read when they are
     needed, and take no memory."""
+    of_images: frozenset[str] = frozenset()
+    """The names of the weights and buffers of the image encoder, if images were requested."""
 
     @property
     def of_experts(self) -> frozenset[str]:
@@ -107,8 +109,12 @@ class Outline:
     def dense_bytes(self, dtype: Dtype) -> int:
         """Return the bytes that all weights and buffers except the routed experts' take in memory."""
         elsewhere = self.of_experts | self.tables
-        total = sum(math.prod(buffer.shape) * buffer.item_bytes for buffer in self.buffers.values())
-        for name, weight in self.weights.items():
-            if name not in elsewhere:
-                total += weight.numbers * (F32 if weight.is_wide else dtype).itemsize
-        return total
+        return sum(self.bytes_of(name, dtype) for name in {*self.buffers, *self.weights} - elsewhere)
+
+    def bytes_of(self, name: str, dtype: Dtype) -> int:
+        """Return the bytes that a weight or buffer takes in memory."""
+        weight = self.weights.get(name)
+        if weight is None:
+            buffer = self.buffers[name]
+            return math.prod(buffer.shape) * buffer.item_bytes
+        return weight.numbers * (F32 if weight.is_wide else dtype).itemsize

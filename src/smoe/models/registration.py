@@ -28,7 +28,8 @@ OPENED_FAMILIES: dict[str, str] = {
     "llama4_text": "smoe.models.llama4",
 }
 """`model_type` -> the module with our class `MODEL`, for families whose experts transformers does not let other code
-compute, and for GLM-5.3-Flash without its image part, of which transformers has no class.
+compute, and for GLM-5.3-Flash without its image part, of which transformers has no class. If the family's images are
+supported, the module also has the class `IMAGE_MODEL` with the image encoder.
 
 These classes are not registered, so that other users of transformers in the process get transformers' own classes.
 """
@@ -45,11 +46,13 @@ def register_local_families(model_type: str | None = None) -> None:
             importlib.import_module(module).register()
 
 
-def opened_family(model_type: str) -> type[PreTrainedModel] | None:
-    """Return our model class for one of the `OPENED_FAMILIES`, or None for any other family."""
+def opened_family(model_type: str, with_images: bool = False) -> type[PreTrainedModel] | None:
+    """Return our model class for one of the `OPENED_FAMILIES`, or None for any other family. `with_images`: the class
+    that has the image encoder."""
     if model_type not in OPENED_FAMILIES:
         return None
-    found: type[PreTrainedModel] = importlib.import_module(OPENED_FAMILIES[model_type]).MODEL
+    module = importlib.import_module(OPENED_FAMILIES[model_type])
+    found: type[PreTrainedModel] = module.IMAGE_MODEL if with_images else module.MODEL
     return found
 
 

@@ -64,7 +64,7 @@ class SafetensorsFolder(SafetensorsSizes):
             return released.to(device).eval().requires_grad_(False)
         left_out = without_weights_on_disk(spec.shell, spec.outline.tables)
         with left_out, quiet_library(), naming(f"cannot load the weights in {self.place}"):
-            loaded, report = auto_class(spec.config).from_pretrained(
+            loaded, report = auto_class(spec.config, spec.with_images).from_pretrained(
                 self.place,
                 config=spec.config,
                 dtype=spec.dtype.torch,

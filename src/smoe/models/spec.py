@@ -21,7 +21,7 @@ from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import PAGE, page_ceil
 from smoe.models.file_bytes import FileBytes
 from smoe.models.outline import Anatomy, ExpertsSite, Outline
-from smoe.models.workspace import PIECE_ELEMENTS, workspace_of
+from smoe.models.workspace import PIECE_ELEMENTS, ImageWorkspace, image_workspace_of, workspace_of
 from smoe.policy.budget import MIN_STAGING_SLOTS, Demand, SlotClass, slot_classes
 from smoe.policy.registry import predictor_kind
 
@@ -96,15 +96,28 @@ class ModelSpec:
         return self.outline.dense_bytes(self.dtype) - plain + sum(map(blocks_bytes, self.dense.values()))
 
     @property
+    def image_encoder_bytes(self) -> int:
+        """The size in bytes of the weights and buffers of the image encoder, which are part of `weights_bytes`; 0 if
+        images were not requested."""
+        total = 0
+        for name in self.outline.of_images:
+            if name in self.dense:
+                total += blocks_bytes(self.dense[name])
+            else:
+                total += self.outline.bytes_of(name, self.dtype)
+        return total
+
+    @property
     def dense_bytes_read(self) -> int:
         """The size in bytes of the non-expert weights that a decode step reads. These are all such weights, except that
-        only one row of an untied input embedding is read, which is not counted."""
-        name = self.outline.embedding
+        only one row of an untied input embedding is read, which is not counted, and that the image encoder is not
+        read."""
+        name, of_text = self.outline.embedding, self.weights_bytes - self.image_encoder_bytes
         if name is None:
-            return self.weights_bytes
+            return of_text
         stored = self.dense.get(name)
         whole = self.outline.weights[name].numbers * self.dtype.itemsize
-        return self.weights_bytes - (whole if stored is None else stored.nbytes)
+        return of_text - (whole if stored is None else stored.nbytes)
 
     @property
     def embedding(self) -> str | None:
@@ -205,11 +218,14 @@ class ModelSpec:
         workspace = workspace_of(
             text, self.sites, self.anatomy.top_k, config.max_sequences, item, self.experts_bytes, widest
         )
+        images = self._images_workspace(config)
         return Demand(
-            weights_bytes=self.weights_bytes,
+            weights_bytes=self.weights_bytes - self.image_encoder_bytes,
+            image_encoder_bytes=self.image_encoder_bytes,
+            image_step_bytes=images.encoder,
             embedding_bytes=0 if self.embedding is None else blocks_bytes(self.dense[self.embedding]),
-            workspace_bytes=workspace.fixed + self.unpacked_bytes,
-            position_bytes=workspace.position,
+            workspace_bytes=workspace.fixed + self.unpacked_bytes + config.image_tokens * images.token,
+            position_bytes=workspace.position + images.token,
             square_bytes=workspace.square,
             step_tokens=min(config.prefill_tokens, self.context_tokens * config.max_sequences),
             context_tokens=self.context_tokens,
@@ -222,6 +238,12 @@ class ModelSpec:
             low_share=config.low_share if self.low is not None else 0.0,
         )
 
+    def _images_workspace(self, config: EngineConfig) -> ImageWorkspace:
+        """Return the memory for one image's activations and for the features of images."""
+        if not self.outline.of_images:
+            return ImageWorkspace(0, 0)
+        return image_workspace_of(self.config, config.image_tokens, self.dtype.itemsize)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LibrarySpec(ModelSpec):
@@ -230,3 +252,5 @@ class LibrarySpec(ModelSpec):
     config: PretrainedConfig
     shell: PreTrainedModel
     """The transformers model on the meta device, experts included."""
+    with_images: bool = False
+    """Whether the image encoder is loaded for images in prompts."""

@@ -71,6 +71,35 @@ def workspace_of(
     return Workspace(fixed, position + attention, heads * (item + 4) if has_scores else 0)
 
 
+class ImageWorkspace(NamedTuple):
+    """The memory in bytes that images take in addition to text."""
+
+    encoder: int
+    """The activations of the image encoder for one image of the largest size."""
+    token: int
+    """The features of one token of an image."""
+
+
+def image_workspace_of(config: Any, tokens: int, item: int) -> ImageWorkspace:
+    """Return the memory for images of up to `tokens` tokens. `config`: the configuration of the whole model; `item`:
+    the bytes of an element."""
+    vision, text = config.vision_config, config.get_text_config()
+    hidden, inner = int(vision.hidden_size), _largest(vision, "intermediate_size") or 4 * int(vision.hidden_size)
+    side = _largest(vision, "patch_size") or 16
+    pixels = 3 * side * side * (_largest(vision, "temporal_patch_size") or 1)
+    patches = tokens * _patches_per_token(vision)
+    patch = pixels * (4 + item) + hidden * (_HIDDEN_COPIES * item + 16) + inner * 3 * item
+    layers = 1 + len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    return ImageWorkspace(_FLOOR_BYTES + patches * patch, int(text.hidden_size) * layers * item)
+
+
+def _patches_per_token(vision: Any) -> int:
+    """Return how many patches of an image the encoder combines to one token."""
+    side = _largest(vision, "spatial_merge_size") or _largest(vision, "pooling_kernel_size")
+    ratio = getattr(vision, "pixel_shuffle_ratio", None)
+    return round(ratio**-2) if ratio else max(1, side) ** 2
+
+
 def reserved_kernel_bytes(experts_bytes: int) -> int:
     """Return how many of `KERNEL_CACHE_BYTES` the memory budget includes, for a model whose routed experts take
     `experts_bytes`."""

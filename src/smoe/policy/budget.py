@@ -131,6 +131,10 @@ class Demand:
     """The largest number of positions of one step."""
     context_tokens: int = 0
     """The largest number of positions of one text; 0: unknown."""
+    image_encoder_bytes: int = 0
+    """Bytes of the weights of the image encoder; 0 without images."""
+    image_step_bytes: int = 0
+    """Bytes of activations of the image encoder for the largest image. They are in use between steps only."""
 
     def step_bytes(self, positions: int) -> int:
         """Return the bytes of activations of a step with `positions` positions. A text longer than `step_tokens` takes
@@ -141,7 +145,12 @@ class Demand:
     @property
     def reserve_bytes(self) -> int:
         """Bytes of workspace and KV cache that only the largest step and the longest texts use completely."""
-        return self.kv_cache_bytes + self.step_bytes(self.step_tokens)
+        return self.kv_cache_bytes + self.largest_step_bytes
+
+    @property
+    def largest_step_bytes(self) -> int:
+        """Bytes of activations of the largest step, or of the image encoder for the largest image if these are more."""
+        return max(self.step_bytes(self.step_tokens), self.image_step_bytes)
 
     @property
     def all_classes(self) -> tuple[SlotClass, ...]:
@@ -182,10 +191,11 @@ class Demand:
         they get memory."""
         entries = {
             "non-expert weights": self.weights_bytes - (self.embedding_bytes if embedding_on_disk else 0),
-            "workspace": self.workspace_bytes + self.step_bytes(self.step_tokens),
+            "workspace": self.workspace_bytes + self.largest_step_bytes,
             "KV cache": self.kv_cache_bytes,
         }
         others = {
+            "image encoder": self.image_encoder_bytes,
             "predictor": self.predictor_bytes,
             "learned": self.learned_bytes,
             "draft model": self.draft_bytes,
@@ -213,6 +223,12 @@ class Ledger:
     def weights_bytes(self) -> int:
         """Bytes of non-expert weights in memory."""
         return self._fixed_entries["non-expert weights"]
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of all weights in memory that are not the routed experts': those of the language model and those of the
+        image encoder."""
+        return self.weights_bytes + self.demand.image_encoder_bytes
 
     @property
     def _fixed_entries(self) -> dict[str, int]:

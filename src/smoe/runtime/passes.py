@@ -139,12 +139,15 @@ class Passes:
                     self._shut_down()
 
     @contextmanager
-    def forward_pass(self, given: torch.Tensor, padding: torch.Tensor | None, cache: RowCache | None) -> Iterator[None]:
+    def forward_pass(
+        self, given: torch.Tensor, padding: torch.Tensor | None, cache: RowCache | None, encodes_image: bool = False
+    ) -> Iterator[None]:
         """Prepare one forward pass of the model before the `with` block, and finish it afterwards. The thread must have
         the turn.
 
         `given`: token ids [rows, new positions], or their embeddings [rows, new positions, H]. `padding`: [rows, new
-        positions], True at padding, for which no expert is computed. Raises `GenerationCancelledError` if the turn was
+        positions], True at padding, for which no expert is computed. `encodes_image`: whether the image encoder runs
+        within the pass. Raises `GenerationCancelledError` if the turn was
         cancelled; `run_experts` also raises it.
         """
         self.refuse_in_pass("the model")
@@ -155,7 +158,7 @@ class Passes:
                 cache.begin(tokens, rows)
             self._phase = Phase.DECODE if tokens == 1 else Phase.PREFILL
             self._sequences = rows
-            self._reserve.begin(tokens * rows)
+            self._reserve.begin(tokens * rows, encodes_image)
             self._note_silent(tokens, padding, cache)
             self.executor.begin_pass(given if given.dim() == 2 else None, cache)
             started = self.executor.now()
@@ -172,6 +175,16 @@ class Passes:
             self._count_pass(tokens * rows, self.executor.now() - started)
         finally:
             self._is_in_pass = False
+
+    @contextmanager
+    def image_pass(self) -> Iterator[None]:
+        """Make room for the image encoder before the `with` block, in which it computes one image. The thread must have
+        the turn. Raises `GenerationCancelledError` if the turn was cancelled."""
+        self.refuse_in_pass("the image encoder")
+        self.turns.check()
+        self._reserve.begin_image()
+        with torch.no_grad():
+            yield
 
     def _note_silent(self, tokens: int, padding: torch.Tensor | None, cache: RowCache | None) -> None:
         """Find the positions of the pass that need no expert: padding, and rows whose text has ended."""

@@ -65,10 +65,18 @@ class Reserve:
         self.peak_bytes = 0
         """The highest number of bytes that slots, caches and a step have taken together."""
 
-    def begin(self, positions: int) -> None:
-        """Make room for a pass over `positions` new positions, counted over all sequences."""
-        before = self._step_bytes
-        self._step_bytes = self._ledger.demand.step_bytes(positions)
+    def begin(self, positions: int, encodes_image: bool = False) -> None:
+        """Make room for a pass over `positions` new positions, counted over all sequences. `encodes_image`: whether the
+        image encoder runs within the pass."""
+        demand = self._ledger.demand
+        self._begin(max(demand.step_bytes(positions), demand.image_step_bytes if encodes_image else 0))
+
+    def begin_image(self) -> None:
+        """Make room for the image encoder's pass over one image."""
+        self._begin(self._ledger.demand.image_step_bytes)
+
+    def _begin(self, step_bytes: int) -> None:
+        before, self._step_bytes = self._step_bytes, step_bytes
         used = self._cache_bytes + self._step_bytes
         if self.is_lent:
             if before - self._step_bytes >= _WORTH_RETURNING:

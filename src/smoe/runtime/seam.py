@@ -100,7 +100,8 @@ def _model_forward(model: PreTrainedModel, engine: Engine) -> Callable[..., Any]
         with engine.passes.turn():  # before a cache is made: the thread with the turn has the budget
             refuse_gradients(model, given)
             cache = _our_cache(kwargs, engine, model, given.shape[0])
-            with engine.passes.forward_pass(given, _padding(kwargs.get("attention_mask"), given.shape[1]), cache):
+            padding = _padding(kwargs.get("attention_mask"), given.shape[1])
+            with engine.passes.forward_pass(given, padding, cache, kwargs.get("pixel_values") is not None):
                 output = original(**kwargs)
         return without_backward(output)
 
