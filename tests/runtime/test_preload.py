@@ -11,7 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe import from_pretrained
+from smoe.machine.processor import reading_threads
 from smoe.memory.expert_files import DiskReader
+from smoe.memory.movers import Filler
 from tests import oracle
 
 Open = Callable[..., PreTrainedModel]
@@ -82,3 +84,31 @@ def test_an_expert_that_cannot_be_read_fails_only_who_wants_it(
     wait_for_all(model)
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
     model.offload.executor.table.check()
+
+
+def test_a_prompt_reads_its_experts_before_all_others(
+    toy: Callable[..., Path], open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the experts that a prompt does not use, only those are read that were being read when it began. The others
+    follow after it."""
+    fill, read = Filler.fill, []
+
+    def slow(self, key, *args):
+        read.append(key[:2])
+        time.sleep(0.005)
+        return fill(self, key, *args)
+
+    model = open_model(toy("qwen3_moe"), "full", preload=False)
+    monkeypatch.setattr(Filler, "fill", slow)
+    engine = model.offload
+    engine.executor.arrivals.preload()
+    with engine.recording() as steps:
+        model(oracle.PROMPT[:, :2])
+    used = {(step.layer, expert) for step in steps for row in step.top_k_index for expert in row}
+    at_the_end = set(read)
+    assert used <= at_the_end
+    # besides: loads that ran when the prompt began, and those that its predictor requested
+    assert len(at_the_end - used) <= reading_threads(engine.config) + engine.stats().prefetches
+    wait_for_all(model)
+    assert len(engine.executor.table.ready) == engine.ledger.demand.total_experts
+    engine.executor.table.check()

@@ -116,7 +116,9 @@ def open_parts(
     maths = _maths(model, resolved, divided, arena, pacing)
     is_interleaved = any(isinstance(math, QuantisedMath) and math.is_interleaved for math in maths.values())
     arrange = InterleavedSlots(maths) if is_interleaved else None
-    tiers = make_tiers(resolved.stores, arena, table, ledger.demand.all_classes, config, pacing, on_host_tier, arrange)
+    is_free = resolved.config.direct_io == "auto"  # the user has not requested direct reads
+    classes = ledger.demand.all_classes
+    tiers = make_tiers(resolved.stores, arena, table, classes, config, pacing, on_host_tier, arrange, is_free)
     transfers = Transfers(tiers.mover, reading_threads(config), pacing.now)
     made.callback(transfers.close)
     host = _host_experts(model, resolved, divided, tiers, pacing)
@@ -250,17 +252,20 @@ def make_tiers(
     pacing: Pacing,
     on_host_tier: Callable[[int], None] | None,
     arrange: Arrange | None,
+    cached_first: bool,
 ) -> Tiers:
     """Return the memory tiers: a host tier and a link for a device with its own memory; for a CPU, reads directly into
     slots, where `arrange` is called with each expert unless it is None.
 
-    `stores` is by format; `classes` are the slot classes of the ledger, of all formats. `on_host_tier` is called with
+    `stores` is by format; `classes` are the slot classes of the ledger, of all formats. `cached_first`: direct reads
+    take what the page cache contains from there. `on_host_tier` is called with
     the bytes of host memory that will be allocated and locked for a GPU.
     """
     free, _ = free_device_bytes(torch.device("cpu"))
     total_bytes = sum(store.total_bytes for store in stores.values())
     if arena.device.type == "cpu" and not pacing.is_emulated:
-        reader = DiskReader(reads_directly(config, total_bytes, free - arena.nbytes))
+        is_direct = reads_directly(config, total_bytes, free - arena.nbytes)
+        reader = DiskReader(is_direct, cached_first=cached_first)
         filler = Filler(stores, reader, arrange)
         return Tiers(SlotMover(filler, reader, arena), filler)
     budget = config.host_memory_bytes if config.host_memory_bytes is not None else less_margin(free)
@@ -269,7 +274,7 @@ def make_tiers(
     sizes = host_sizes(classes, budget, least)
     nbytes = sum(slots * each for slots, each in sizes)
     is_direct = reads_directly(config, total_bytes, free - nbytes)
-    reader = DiskReader(is_direct)
+    reader = DiskReader(is_direct, cached_first=cached_first)
     filler = Filler(stores, reader)
     registry = None if pacing.is_emulated else CudaRegistry(arena.device)
     if registry is not None and on_host_tier is not None:

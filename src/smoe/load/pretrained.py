@@ -44,9 +44,6 @@ from smoe.runtime.offloaded_model import OffloadedModel
 from smoe.runtime.running_ahead import DraftRouting
 from smoe.units import parse_bytes, parse_share
 
-_TOUCH_SECONDS = 2.0
-"""How long loading waits, in seconds, for the allocation of slots. What remains is allocated while the model runs."""
-
 
 def from_pretrained(
     model: str | Path = "demo",
@@ -115,15 +112,13 @@ def load(
 
 
 def _open(resolved: Resolved, divided: Divided, observer: LoadObserver) -> OffloadedModel:
-    """Allocate the slots, load the non-expert weights, and connect an engine to the model."""
+    """Reserve the slots, load the non-expert weights, and connect an engine to the model."""
     ledger, device = divided.ledger, resolved.device
     forget_peak(device)
     arena = Arena(ledger.sizes, device, huge_pages=divided.config.direct_io == "on")
     try:
-        arena.touch(slots=ledger.slots_in_use)  # allocation is slower than the disk, and other weights load meanwhile
         loaded = resolved.checkpoint.load_dense(divided.spec, device, observer.weight_bytes)
         count_whole(loaded, divided.spec.shell)
-        arena.wait_touched(_TOUCH_SECONDS)
         draft = _draft_routing(divided.draft, loaded, divided.spec, divided.config)
         return assemble(loaded, arena, _pacing(resolved, divided), resolved, divided, draft, observer.host_tier)
     except BaseException:

@@ -1,9 +1,9 @@
 """Expert slots on the computing device: one block of memory, the arena, which is allocated once and then reused.
 
-On a CPU the arena is anonymous, page-aligned memory, and disk reads go directly into it. The first access to fresh
-memory is slower than reading from disk, so all pages are allocated when the arena is made. On a GPU the arena is one
-block of device memory. An arena on a CPU imports torch only when a tensor is requested, so workers without torch can
-use it.
+On a CPU the arena is anonymous, page-aligned memory, and disk reads go directly into it. The first read into a slot
+allocates the slot's pages. Allocating all pages when the arena is made delays the first token, and may evict the
+model's file from the page cache before it is read (docs/log/disk.md). On a GPU the arena is one block of device memory.
+An arena on a CPU imports torch only when a tensor is requested, so workers without torch can use it.
 """
 
 from __future__ import annotations

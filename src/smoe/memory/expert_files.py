@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from smoe.errors import CheckpointError, TransferError
+from smoe.memory.page_cache import CachedFile, cached_file
 
 if TYPE_CHECKING:
     from smoe.memory.store import Read
@@ -168,9 +169,14 @@ def direct_name() -> str:
 class DiskReader:
     """Reads byte ranges of the files of one expert store, which stay open. Several threads may call `read`."""
 
-    def __init__(self, direct: bool, opened: Opening | None = None) -> None:
-        """`direct`: read past the page cache. `opened`: the function that opens files; None: this system's own."""
+    def __init__(self, direct: bool, opened: Opening | None = None, cached_first: bool = False) -> None:
+        """`direct`: read past the page cache. `opened`: the function that opens files; None: this system's own.
+
+        `cached_first`: with `direct`, take the ranges that are in the page cache already from there, and drop them from
+        it."""
         self._wants_direct = direct
+        self._is_cached_first = cached_first
+        self._cached: dict[Path, CachedFile] = {}
         self._opening = opened or opening()
         self._lock = threading.Lock()
         self._files: dict[Path, ExpertFile] = {}
@@ -198,7 +204,9 @@ class DiskReader:
             while done < read.need:
                 if done and between is not None:
                     between()
-                came = self._pread(file, buffer[done : min(done + request, read.nbytes)], read.offset + done)
+                part = buffer[done : min(done + request, read.nbytes)]
+                came = self._cached_bytes(read.path, part, read.offset + done)
+                came = came or self._pread(file, part, read.offset + done)
                 if came == 0:
                     raise OSError(errno.EIO, "the file ends early")
                 done += came
@@ -220,6 +228,9 @@ class DiskReader:
         with self._lock:
             for file in [*self._retired, *self._files.values()]:
                 file.close()
+            for cached in self._cached.values():
+                cached.close()
+            self._cached.clear()
             self._files.clear()
             self._retired.clear()
 
@@ -234,7 +245,11 @@ class DiskReader:
             return known
         with self._lock:
             if path not in self._files:
-                self._files[path] = self._open_now(path)
+                file = self._open_now(path)
+                cached = cached_file(path) if file.is_direct and self._is_cached_first else None
+                if cached is not None:
+                    self._cached[path] = cached
+                self._files[path] = file
             return self._files[path]
 
     def _open_now(self, path: Path) -> ExpertFile:
@@ -266,6 +281,11 @@ class DiskReader:
             if file.is_direct:
                 self._retired.append(file)  # other threads may still be reading from it
                 self._files[path] = self._opened(path, False)
+
+    def _cached_bytes(self, path: Path, buffer: memoryview, offset: int) -> int:
+        """Read from the page cache, if the whole range is there. Return the number of bytes, 0 otherwise."""
+        cached = self._cached.get(path)
+        return cached.read_into(buffer, offset) if cached is not None and cached.is_useful else 0
 
     def _pread(self, file: ExpertFile, buffer: memoryview, offset: int) -> int:
         return _insistently(lambda: file.read_into(buffer, offset))

@@ -75,10 +75,12 @@ class Filler:
         return came
 
     def _read(self, placement: SlotLayout, buffer: memoryview, between: Callable[[], None] | None) -> int:
-        return sum(
-            self._reader.read(read, buffer[read.target : read.target + read.nbytes], between)
-            for read in placement.reads
-        )
+        came = 0
+        for read in placement.reads:
+            if came and between is not None:
+                between()
+            came += self._reader.read(read, buffer[read.target : read.target + read.nbytes], between)
+        return came
 
     def _assemble(
         self,

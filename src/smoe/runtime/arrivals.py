@@ -54,6 +54,8 @@ class Arrivals:
         self._flowing: list[Ticket] = []
         """Loads that the slot table lists as arrived while their bytes are still being copied: the device waits for
         them, and no thread has to."""
+        self._preloads = False
+        """Whether free slots are to be filled with experts that no step has used yet."""
 
     @property
     def eviction(self) -> Eviction:
@@ -109,6 +111,7 @@ class Arrivals:
     def preload(self) -> None:
         """Queue loads of missing experts into all free cache slots, in order of layer and expert. Demand loads are
         executed before these loads."""
+        self._preloads = True
         keys, here = self.stores[EXACT].keys(), self.table.ready.keys() | self.table.inflight.keys()
         missing = [key for key in ((*at, EXACT) for at in keys) if key not in here]
         free = {pool: iter(list(pool.free_cache)) for pool in self.table.pools}
@@ -116,6 +119,18 @@ class Arrivals:
         self._progress.prefetch(
             [Load(key, slot, None, True, LoadReason.PREFETCH, 0) for key, slot in slots if slot is not None]
         )
+
+    def pause_preload(self) -> None:
+        """Cancel queued loads that no step waits for. A prompt needs many experts at once; other loads would take disk
+        time from them, and hide from the planning of reads that these experts can be read ahead."""
+        for key, ticket in list(self.tickets.items()):
+            if ticket.load.reason is LoadReason.PREFETCH and self.transfers.cancel(ticket):
+                self._close(key, ticket)
+
+    def resume_preload(self) -> None:
+        """Queue the loads of `preload` again, if it was called and slots are free."""
+        if self._preloads and not self.is_all_here:
+            self.preload()
 
     def resize(self, pool: SlotPool, cache_slots: int) -> list[int]:
         """Set the number of cache slots of a pool, between passes. Return the slots that were withdrawn; their content

@@ -158,7 +158,9 @@ class Engine:
         return fresh_eviction(self.eviction_settings, self.ledger, self.store)
 
     def wait_ready(self) -> None:
-        """Wait until the operating system has allocated the memory of all slots. Only measurements need this."""
+        """Let the operating system allocate the memory of all slots, and wait for it. Otherwise each slot's memory is
+        allocated by the first read into it. Only measurements need this."""
+        self._arena.touch(slots=self.ledger.slots_in_use)
         self._arena.wait_touched(None)
 
     @contextmanager

@@ -160,6 +160,8 @@ class Passes:
             self._sequences = rows
             self._reserve.begin(tokens * rows, encodes_image)
             self._note_silent(tokens, padding, cache)
+            if self._phase is Phase.PREFILL:
+                self.executor.arrivals.pause_preload()
             self.executor.begin_pass(given if given.dim() == 2 else None, cache)
             started = self.executor.now()
             try:
@@ -173,6 +175,8 @@ class Passes:
                 cache.commit()
                 self._reserve.caches.check()
             self._count_pass(tokens * rows, self.executor.now() - started)
+            if self._phase is Phase.PREFILL:
+                self.executor.arrivals.resume_preload()
         finally:
             self._is_in_pass = False
 

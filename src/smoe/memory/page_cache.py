@@ -1,0 +1,101 @@
+"""Finds out which bytes of a file are in the operating system's page cache, by mincore(2).
+
+After a download or an earlier run much of a model may be there. Copying these bytes is faster than reading them from
+disk again. mincore takes some microseconds for each read, so it is no longer called once many reads in a row found
+nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+
+import numpy as np
+
+_SAMPLES = 256
+"""The number of pages, evenly spaced over the file, that are examined when it is opened."""
+_MISSES = 64
+"""After this many uncached ranges in a row, no more ranges are examined."""
+
+
+class CachedFile:
+    """The cached bytes of an open file. Several threads may call its methods.
+
+    `read_into` copies a range that is cached, without a disk read, and then drops it from the cache: the class is for
+    files that are too large to be in the page cache and in the slots at once.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        """`descriptor`: a file that is open for buffered reads; it is closed by `close`."""
+        self._descriptor = descriptor
+        self._map = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+        self._begin = int(np.frombuffer(self._map, np.uint8).ctypes.data)
+        self._misses = 0
+
+    @property
+    def is_useful(self) -> bool:
+        """Whether enough of the latest ranges were cached for the next one to be examined."""
+        return self._misses < _MISSES
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        """Read from `offset` into the buffer, if the whole range is cached, and drop it from the cache. Return the
+        number of bytes; 0 if it is not cached. `offset` is a multiple of the page size."""
+        if not self._has(offset, len(buffer)):
+            self._misses += 1
+            return 0
+        self._misses = 0
+        came = os.preadv(self._descriptor, [buffer], offset)
+        os.posix_fadvise(self._descriptor, offset, came, os.POSIX_FADV_DONTNEED)
+        return came
+
+    def has_any(self) -> bool:
+        """Return whether one of some evenly spaced pages is cached."""
+        pages = -(-len(self._map) // mmap.PAGESIZE)
+        step = max(1, pages // _SAMPLES)
+        return any(self._has(page * mmap.PAGESIZE, 1) for page in range(0, pages, step))
+
+    def close(self) -> None:
+        self._map.close()
+        os.close(self._descriptor)
+
+    def _has(self, offset: int, nbytes: int) -> bool:
+        nbytes = min(nbytes, len(self._map) - offset)
+        if nbytes <= 0:
+            return False
+        states = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
+        if _mincore(self._begin + offset, nbytes, states):
+            return False
+        return min(bytes(states)) & 1 == 1
+
+
+def cached_file(path: str | os.PathLike[str]) -> CachedFile | None:
+    """Open a file of which parts are in the page cache. Return None if none are, or if the system does not say."""
+    if sys.platform != "linux":
+        return None
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    if not _may_ask(descriptor, path):
+        os.close(descriptor)
+        return None
+    found = CachedFile(descriptor)
+    if found.has_any():
+        return found
+    found.close()
+    return None
+
+
+def _may_ask(descriptor: int, path: str | os.PathLike[str]) -> bool:
+    """Return whether mincore examines a file. For files of other users it returns that every page is cached."""
+    state = os.fstat(descriptor)
+    return state.st_size > 0 and (state.st_uid == os.geteuid() or os.access(path, os.W_OK))
+
+
+def _system_mincore() -> ctypes._CFuncPtr:  # type: ignore[name-defined]
+    function = ctypes.CDLL(None).mincore
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    return function
+
+
+if sys.platform == "linux":
+    _mincore = _system_mincore()

@@ -1,0 +1,112 @@
+"""What is in the page cache is copied from there once, and only that."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from smoe.memory import page_cache
+from smoe.memory.expert_files import DiskReader, PosixFile
+from smoe.memory.page_cache import CachedFile, cached_file
+from smoe.memory.store import PAGE
+from tests.memory.pages import DATA, SIZE, pages
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mincore is used on Linux only")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file on a disk, of which every page is in the page cache."""
+    found = tmp_path / "data"
+    with found.open("wb") as file:
+        file.write(DATA)
+        file.flush()
+        os.fsync(file.fileno())  # unwritten pages cannot be dropped
+    return found
+
+
+@pytest.fixture
+def cached(path: Path) -> Iterator[CachedFile]:
+    found = cached_file(path)
+    assert found is not None
+    yield found
+    found.close()
+
+
+def test_a_cached_range_is_read(cached: CachedFile, buffer: memoryview) -> None:
+    part = buffer[: 3 * PAGE]
+    assert cached.read_into(part, 2 * PAGE) == 3 * PAGE
+    assert bytes(part) == DATA[2 * PAGE : 5 * PAGE]
+
+
+def test_the_end_of_the_file_is_within_a_page(cached: CachedFile, buffer: memoryview) -> None:
+    last = SIZE // PAGE * PAGE
+    assert cached.read_into(buffer[:PAGE], last) == SIZE - last
+    assert bytes(buffer[: SIZE - last]) == DATA[last:]
+    assert cached.read_into(buffer[:PAGE], last + PAGE) == 0
+
+
+def test_a_range_of_which_a_page_is_missing_counts_as_missing(tmp_path: Path, buffer: memoryview) -> None:
+    """The second half of this file is a hole that was never read."""
+    holed = tmp_path / "holed"
+    holed.write_bytes(DATA)
+    os.truncate(holed, 64 * PAGE)
+    found = cached_file(holed)
+    assert found is not None
+    assert found.read_into(buffer[: 30 * PAGE], 10 * PAGE) == 0
+    assert found.read_into(buffer[: 10 * PAGE], 10 * PAGE) == 10 * PAGE
+    found.close()
+
+
+def test_a_file_that_is_not_cached_is_not_opened(tmp_path: Path) -> None:
+    hole = tmp_path / "hole"
+    hole.touch()
+    os.truncate(hole, 64 * PAGE)
+    assert cached_file(hole) is None
+
+
+def test_examination_ends_after_many_misses(path: Path, buffer: memoryview, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_cache, "_MISSES", 2)
+    found = cached_file(path)
+    assert found is not None
+    assert found.read_into(buffer[:PAGE], 64 * PAGE) == 0 and found.is_useful  # beyond the end
+    assert found.read_into(buffer[:PAGE], 0) == PAGE and found.is_useful
+    for _ in range(2):
+        assert found.read_into(buffer[:PAGE], 64 * PAGE) == 0
+    assert not found.is_useful
+    found.close()
+
+
+@pytest.mark.parametrize("cached_first", [True, False])
+def test_a_reader_takes_cached_bytes_from_memory(
+    cached_first: bool, path: Path, buffer: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Direct reads are what remains; without `cached_first` everything is read directly."""
+    direct: list[int] = []
+    read_into = PosixFile.read_into
+
+    def counted(self: PosixFile, part: memoryview, offset: int) -> int:
+        direct.append(offset)
+        return read_into(self, part, offset)
+
+    monkeypatch.setattr(PosixFile, "read_into", counted)
+    reader = DiskReader(True, cached_first=cached_first)
+    try:
+        reader.read(pages(path, 0, 4), buffer)
+        if not reader.is_direct:
+            pytest.skip("this file system refuses direct reads")
+        assert bytes(buffer[: 4 * PAGE]) == DATA[: 4 * PAGE]
+        assert direct == ([] if cached_first else [0])
+    finally:
+        reader.close()
+
+
+def test_another_user_s_file_is_not_examined(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of such a file mincore says that every page is cached."""
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert cached_file(path) is None
