@@ -72,6 +72,8 @@ def sorted_by_keys(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> Sort
     """Return the tensors of a checkpoint, divided by the key patterns of the model's family into tensors of experts and
     other tensors."""
     family, modules = FAMILIES[spec.config.model_type], {site.name: site for site in spec.sites}
+    if not family.has_keys:
+        raise UndescribedError(f"the keys of {spec.config.model_type}")
     experts: dict[tuple[str, int], Pieces] = {}
     others: dict[str, StoredTensor] = {}
     for key, tensor in tensors.items():

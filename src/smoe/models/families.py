@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from smoe.models import deepseek_v4_layers, kimi_k25_layers
 from smoe.models import family_layers as layers
 from smoe.models.family_parts import Weights
+from smoe.models.outline import Buffer
 from smoe.models.plain_config import PlainConfig
 
 
@@ -29,6 +31,9 @@ class Family:
     """The name of the router within a layer."""
     has_gates: bool = True
     """Whether the routers take only hidden states as input."""
+    by_tokens: Callable[[PlainConfig, int], bool] | None = None
+    """A function that says whether the router of a layer chooses experts by a table of tokens. Such a router has no
+    score correction, and takes the tokens as input too."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """{other name of a field in transformers: the name of the field}."""
     usual: Mapping[str, Any] = field(default_factory=dict)
@@ -41,7 +46,8 @@ class Family:
     has_norm_bias: bool = False
     head_bias: str | None = None
     """The name of the field that says whether the output matrix has a bias."""
-    rotary: str = "model.rotary_emb"
+    rotary: str | None = "model.rotary_emb"
+    """The name of the module with the frequencies of rotary embeddings; None: `buffers` has all of them."""
     turned: float = 1.0
     """The fraction of a head's dimensions that rotary embeddings rotate."""
     can_turn_less: bool = False
@@ -53,9 +59,20 @@ class Family:
     """Whether rows of gate and up alternate in the experts' matrices."""
     keys: tuple[tuple[str, str], ...] = ()
     """Pairs (pattern, replacement) that turn checkpoint keys into transformers names."""
+    has_keys: bool = True
+    """Whether `keys` translates all keys of the checkpoints. Otherwise transformers reads them."""
     is_nested: bool = False
-    """Whether the fields of the language model are in a nested configuration. Other models are next to it, and are not
-    loaded."""
+    """Whether the fields of the language model are in a nested configuration. Other models are next to it."""
+    place: str = "model"
+    """The name of the module that contains the embedding and the layers."""
+    beside: Callable[[PlainConfig], Weights] | None = None
+    """A function that yields the weights outside the layers that only this family has, such as those of the other
+    models if they are loaded too."""
+    buffers: Callable[[PlainConfig], Mapping[str, Buffer]] | None = None
+    """A function that returns the buffers that only this family has."""
+    usual_form: Callable[[dict[str, Any], Mapping[str, Any]], dict[str, Any]] | None = None
+    """A function that takes the fields of the language model and of the whole configuration, and returns the fields of
+    the language model by their usual names."""
 
 
 _LLAMA = {"hidden_act": "silu", "tie_word_embeddings": False, "rope_parameters": None, "pad_token_id": None}
@@ -193,6 +210,41 @@ FAMILIES: Mapping[str, Family] = {
         usual={"attention_bias": False},
         cached=layers.latents,
         correction="mlp.gate.e_score_correction_bias",
+    ),
+    "kimi_k25": Family(
+        layers.deepseek_v3,
+        _defaults(129280, 7168, 18432, 61, 128, 128, 4096, **_DEEPSEEK_V3, first_k_dense_replace=3),
+        aliases={"num_local_experts": "n_routed_experts"},
+        usual={"attention_bias": False},
+        cached=layers.latents,
+        correction="mlp.gate.e_score_correction_bias",
+        has_keys=False,
+        is_nested=True,
+        place="model.language_model",
+        beside=kimi_k25_layers.vision,
+        rotary="model.language_model.rotary_emb",
+        final_norm="model.language_model.norm",
+        buffers=kimi_k25_layers.buffers,
+        usual_form=kimi_k25_layers.usual_form,
+    ),
+    "deepseek_v4": Family(
+        deepseek_v4_layers.layer,
+        _defaults(
+            129280, 4096, 2048, 43, 64, 1, 1048576, head_dim=512, q_lora_rank=1024, num_experts_per_tok=6,
+            n_routed_experts=256, moe_intermediate_size=2048, layer_types=(), mlp_layer_types=(), num_hash_layers=3,
+            hc_mult=4, o_groups=8, o_lora_rank=1024, index_n_heads=64, index_head_dim=128,
+        ),
+        aliases={"num_local_experts": "n_routed_experts", "intermediate_size": "moe_intermediate_size"},
+        usual={"attention_bias": False, "mlp_bias": False, "n_shared_experts": 1},
+        cached=deepseek_v4_layers.cached,
+        by_tokens=deepseek_v4_layers.is_by_tokens,
+        correction="mlp.gate.e_score_correction_bias",
+        has_keys=False,
+        beside=deepseek_v4_layers.head,
+        rotary=None,
+        attention="eager",
+        buffers=deepseek_v4_layers.buffers,
+        usual_form=deepseek_v4_layers.usual_form,
     ),
     "deepseek_v32": Family(
         layers.deepseek_v32,

@@ -13,26 +13,28 @@ from smoe.models.family_parts import head_dim, linear, norm
 from smoe.models.outline import Anatomy, Buffer, ExpertsSite, Outline, Weight
 from smoe.models.plain_config import PlainConfig, UndescribedError
 
-_EXPERTS = re.compile(r"(?P<module>model\.layers\.(?P<layer>\d+)\..*experts)\.(?P<part>\w+)")
+_EXPERTS = re.compile(r"(?P<module>model\.(language_model\.)?layers\.(?P<layer>\d+)\..*experts)\.(?P<part>\w+)")
 _OTHERS_CODE = re.compile(r".*(implementation|kernel(s|_config|_mapping)?)(_internal)?")
-_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+_OUTPUT = "lm_head.weight"
 
 
 def plain_config(model_type: str, stated: Mapping[str, Any]) -> PlainConfig:
     """Return the configuration with the fields `stated` in a config.json. Raise `UndescribedError` if only transformers
     can read it."""
-    family = FAMILIES.get(model_type)
+    family, whole = FAMILIES.get(model_type), stated
     if family is not None and family.is_nested:
         stated = _of_text(stated)
+    if family is not None and family.usual_form is not None:
+        stated = family.usual_form(dict(stated), whole)
     if family is None or "quantization_config" in stated or any(map(_OTHERS_CODE.fullmatch, stated)):
         raise UndescribedError(model_type)
-    config = PlainConfig(model_type, stated, family.defaults, family.aliases)
+    config = PlainConfig(model_type, stated, family.defaults, family.aliases, whole)
     for key, usual in {**family.usual, "hidden_act": "silu"}.items():
         if config.get(key, usual) != usual:
             raise UndescribedError(f"{key} {config.get(key)!r:.80}")
     config.settle(num_key_value_heads=config.num_key_value_heads or config.num_attention_heads)
     config.settle(_attn_implementation=family.attention)
-    if config.get("qk_rope_head_dim"):
+    if config.get("qk_rope_head_dim") and config.get("kv_lora_rank"):
         config.settle(head_dim=config.qk_rope_head_dim)
     _check(config)
     return config
@@ -78,7 +80,9 @@ def outline_by_family(config: PlainConfig, dtype: Dtype) -> Outline:
     if not sites or not top_k or any(top_k > site.experts for site in sites):
         raise UndescribedError("its experts")
     a_token, a_text, a_text_wide = family.cached(config)
-    routers = {site.layer: f"model.layers.{site.layer}.{family.router}" for site in sites}
+    routers = {site.layer: f"{family.place}.layers.{site.layer}.{family.router}" for site in sites}
+    gates = {layer: name for layer, name in routers.items() if not _is_by_tokens(config, family, layer)}
+    embedding = f"{family.place}.embed_tokens.weight"
     return Outline(
         weights=weights,
         buffers=_buffers(config, family, sites),
@@ -87,23 +91,29 @@ def outline_by_family(config: PlainConfig, dtype: Dtype) -> Outline:
             kv_bytes_per_token=a_token * dtype.itemsize,
             state_bytes_per_sequence=a_text * dtype.itemsize + a_text_wide * F32.itemsize,
             routers=routers,
-            gates=routers if family.has_gates else {},
+            gates=gates if family.has_gates else {},
             top_k=dict.fromkeys(routers, top_k),
         ),
-        embedding=None if config.tie_word_embeddings else _EMBEDDING,
-        tied={_OUTPUT: _EMBEDDING} if config.tie_word_embeddings else {},
+        embedding=None if config.tie_word_embeddings else embedding,
+        tied={_OUTPUT: embedding} if config.tie_word_embeddings else {},
     )
 
 
+def _is_by_tokens(c: PlainConfig, family: Family, layer: int) -> bool:
+    return family.by_tokens is not None and family.by_tokens(c, layer)
+
+
 def _weights(c: PlainConfig, family: Family) -> dict[str, Weight]:
-    found = {_EMBEDDING: Weight((c.vocab_size, c.hidden_size), is_plain=True)}
+    found = {f"{family.place}.embed_tokens.weight": Weight((c.vocab_size, c.hidden_size), is_plain=True)}
     for layer in range(c.num_hidden_layers):
-        found.update(family.layer(f"model.layers.{layer}", c, layer))
+        found.update(family.layer(f"{family.place}.layers.{layer}", c, layer))
     found.update(norm(family.final_norm, c.hidden_size, family.has_norm_bias))
     has_bias = family.head_bias is not None and getattr(c, family.head_bias)
     found.update(linear(_OUTPUT.removesuffix(".weight"), c.vocab_size, c.hidden_size, has_bias))
     if c.tie_word_embeddings:
         del found[_OUTPUT]
+    if family.beside is not None:
+        found.update(family.beside(c))
     return found
 
 
@@ -127,11 +137,13 @@ def _sites(weights: Mapping[str, Weight], family: Family) -> list[ExpertsSite]:
 
 
 def _buffers(c: PlainConfig, family: Family, sites: list[ExpertsSite]) -> dict[str, Buffer]:
-    turned = (int(head_dim(c) * _turned_share(c, family)) + 1) // 2
-    found = {f"{family.rotary}.{name}": Buffer((turned,)) for name in ("inv_freq", "original_inv_freq")}
-    if family.correction is not None:
-        for site in sites:
-            name = f"model.layers.{site.layer}.{family.correction}"
+    found = {} if family.buffers is None else dict(family.buffers(c))
+    if family.rotary is not None:
+        turned = (int(head_dim(c) * _turned_share(c, family)) + 1) // 2
+        found |= {f"{family.rotary}.{name}": Buffer((turned,)) for name in ("inv_freq", "original_inv_freq")}
+    for site in sites if family.correction is not None else ():
+        if not _is_by_tokens(c, family, site.layer):
+            name = f"{family.place}.layers.{site.layer}.{family.correction}"
             found[name] = Buffer((site.experts,), is_stored=True)
     return found
 

@@ -32,15 +32,17 @@ class PlainConfig:
         stated: Mapping[str, Any],
         defaults: Mapping[str, Any],
         aliases: Mapping[str, str],
+        whole: Mapping[str, Any],
     ) -> None:
-        """`stated`: the fields of a config.json. `defaults`: the family's default for every field that determines a
-        size. `aliases`: {other name of a field: its name}. Raise `UndescribedError` if the value of a field has another
-        type than the default."""
+        """`stated`: the fields of the language model in a config.json. `defaults`: the family's default for every field
+        that determines a size. `aliases`: {other name of a field: its name}. `whole`: all fields of the config.json.
+        Raise `UndescribedError` if the value of a field has another type than the default."""
         fields = {aliases.get(key, key): value for key, value in stated.items()}
         for key, usual in defaults.items():
             fields[key] = _checked(key, fields.get(key, usual), usual)
         self._fields: dict[str, Any] = fields | {"model_type": model_type}
         self._aliases = aliases
+        self.whole = whole
         self._fields["rope_parameters"] = _rotary(self, defaults.get("rope_parameters"))
 
     def __getattr__(self, name: str) -> Any:

@@ -41,7 +41,7 @@ class SafetensorsSizes:
         family, fields = check_config(self.place), dict(read_object(self.config_place))
         family = _published_as(fields) or family
         if self._has_mxfp4 or self._scheme is not None:
-            fields = {key: value for key, value in fields.items() if key != "quantization_config"}
+            fields = {key: _unquantised(value) for key, value in fields.items() if key != "quantization_config"}
         return family, fields
 
     def has_weights(self) -> bool:
@@ -141,6 +141,13 @@ class SafetensorsSizes:
     def _stored_layers(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:
         """Return the non-expert layers that are quantized in the files and stay quantized."""
         return layers_by_keys(spec, self._matrices)
+
+
+def _unquantised(field: Any) -> Any:
+    """Return the value of a field; if it is a nested configuration, without its quantization."""
+    if not isinstance(field, dict):
+        return field
+    return {key: value for key, value in field.items() if key != "quantization_config"}
 
 
 def _published_as(stated: Mapping[str, Any]) -> str | None:
