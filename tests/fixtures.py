@@ -21,7 +21,7 @@ from transformers.utils import logging as library_logging
 from smoe.kernels import proof
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.machine import measure, quick_look
-from smoe.machine.best_time import best_time
+from smoe.machine.best_time import ranked_time
 from smoe.models import read_spec
 from smoe.models.examine import examine
 from smoe.models.outline import Anatomy, ExpertsSite
@@ -88,7 +88,7 @@ def measured_briefly() -> Iterator[None]:
     """Rates are measured by one run, and forecasts simulate few steps: a plan takes 0.2 s in the place of 3, and what
     most tests ask of it are its ledger and its words. Tests of figures take `measured_in_full`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "best_time", lambda action, seconds: best_time(action, 0.0))
+        patch.setattr(measure, "ranked_time", lambda action, seconds, rank: ranked_time(action, 0.0, rank))
         patch.setattr(quick_look, "_looked_apart", lambda expert_bytes: (LOOKED, False))
         patch.setattr(measure, "_MEMORY_BYTES", 1 << 20)
         patch.setattr(quick_look, "memory_rate", lambda: LOOKED.memory)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -54,10 +55,29 @@ def test_what_does_not_hold_is_looked_at_again(changed: str, looks: list[int], t
     assert looks == [4096, 4096]
 
 
-def test_what_was_disturbed_is_not_kept(looks: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_disturbed_is_kept_for_minutes(
+    looks: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_looked_apart", lambda nbytes: (looks.append(nbytes), (LOOK, True))[1])
-    assert quick_look(4096) == quick_look(4096) == LOOK and looks == [4096], "this process asks once"
-    assert not (tmp_path / "smoe" / "quick-look.json").exists()
+    assert again(4096) == again(4096) == LOOK and looks == [4096]
+    path = tmp_path / "smoe" / "quick-look.json"
+    stored = json.loads(path.read_text())
+    stored["4096"]["at"] -= 3600
+    path.write_text(json.dumps(stored))
+    assert again(4096) == LOOK and looks == [4096, 4096], "an hour later it is looked at again"
+
+
+def test_numpy_multiplies_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch products of several threads, of which each waits for the one that another program interrupts."""
+    given: list[dict[str, str]] = []
+
+    def run(*_: object, env: dict[str, str], **__: object) -> CompletedProcess[bytes]:
+        given.append(env)
+        return CompletedProcess([], 0, stdout=b"2.5e9", stderr=b"")
+
+    monkeypatch.setattr(module.subprocess, "run", run)
+    assert module._answered("memory") == b"2.5e9"
+    assert given[0]["OPENBLAS_NUM_THREADS"] == given[0]["MKL_NUM_THREADS"] == "1"
 
 
 def test_where_nothing_can_be_kept(looks: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

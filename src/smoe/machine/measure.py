@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from smoe.kernels.isa import widest
 from smoe.kernels.jit import cpu_has
 from smoe.kernels.matrix import Matrix
 from smoe.kernels.spinning_pool import SpinningPool, is_supported
-from smoe.machine.best_time import best_time
+from smoe.machine.best_time import ranked_time
 from smoe.machine.device import AnyDevice, gpu_names
 from smoe.machine.disk_rates import measure_disk
 from smoe.machine.floor import Rates
@@ -40,6 +41,13 @@ _MEMORY_BYTES = 256 * 2**20
 cores."""
 _CHOSEN = 8
 """The number of experts per token, which are computed together."""
+_PIECE_BYTES = 4 * 2**20
+"""The bytes of memory that a thread reads between two looks at the clock."""
+_MOST_EXPERT_BYTES = 16 * 2**20
+"""The largest experts, and the most bytes of experts in one call, with which the arithmetic is measured. Larger ones
+are computed at the same rate."""
+_UNDISTURBED = 0.05
+"""The fraction of the calls that are faster than the call that counts."""
 ENOUGH_MEMORY_BYTES = 64 * 2**20
 """The least memory for a measurement. Too much of a smaller range would be in the processor's caches."""
 _BF16_GAIN, _BF16_LOSS = 4.0, 0.22
@@ -166,60 +174,91 @@ def measure(folder: Path, expert_bytes: int, say: Callable[[str], None]) -> Prof
 
 
 def measure_memory(seconds: float, memory: Any = None) -> float:
-    """Return the rate of reading RAM on all threads, in bytes per second, as the best of many passes.
+    """Return the rate of reading RAM on all threads, in bytes per second.
 
-    `memory`: a tensor or array of at least `ENOUGH_MEMORY_BYTES` bytes to read; None: new memory is allocated.
+    `memory`: a tensor or array of at least `ENOUGH_MEMORY_BYTES` bytes to read; None: new memory is allocated. Each
+    thread reads pieces of a millisecond or less, and its median time for a piece counts: most pieces are read without
+    an interruption even if other programs use the cores.
     """
     if memory is None:
-        memory = Arena([(1, _MEMORY_BYTES)], huge_pages=True).buffer(0)
-        np.frombuffer(memory, np.uint8).fill(1)  # pages never written to would all be the same page of zeros
+        memory = written_memory().buffer(0)
     words = np.asarray(memory[:_MEMORY_BYTES]).view(np.int64)
     threads = usable_cores()
-    parts = np.array_split(words, threads)
+
+    def rate_of(part: np.ndarray) -> float:
+        """Return the rate of the median piece of `part`."""
+        count = max(1, part.nbytes // _PIECE_BYTES)
+        pieces = cycle(np.array_split(part, count))
+        return part.nbytes / count / ranked_time(lambda: next(pieces).max(), seconds, rank=0.5)
+
     with ThreadPoolExecutor(threads) as pool:
-        return words.nbytes / best_time(lambda: list(pool.map(np.max, parts)), seconds)
+        return sum(pool.map(rate_of, np.array_split(words, threads)))
 
 
-def measure_experts(expert_bytes: int, seconds: float) -> float:
+def written_memory() -> Arena:
+    """Return new memory for measurements, in one buffer. Every page has been written, because pages never written to
+    would all be the same page of zeros."""
+    arena = Arena([(1, _MEMORY_BYTES)], huge_pages=True)
+    np.frombuffer(arena.whole, np.uint8).fill(1)
+    return arena
+
+
+def measure_experts(expert_bytes: int, seconds: float, weights: Arena | None = None) -> float:
     """Return the rate at which one token passes through bf16 experts that are in no cache, in bytes of weights per
-    second. Our kernels compute, or torch where our kernels do not run."""
+    second. Our kernels compute, or torch where our kernels do not run. `weights`: memory from `written_memory`; None:
+    new memory is allocated.
+
+    A fast call counts (`_UNDISTURBED`), not the mean: a call that other programs interrupt takes many times as long,
+    because all threads wait for the interrupted one. For the same reason the measured experts are at most
+    `_MOST_EXPERT_BYTES` large.
+    """
     hidden = 2048
-    inner = max(64, expert_bytes // (3 * hidden * 2) // 64 * 64)
+    inner = max(64, min(expert_bytes, _MOST_EXPERT_BYTES) // (3 * hidden * 2) // 64 * 64)
     used = 3 * hidden * inner * 2
-    experts = max(2, _MEMORY_BYTES // used)
+    each = page_ceil(used)
+    experts = _MEMORY_BYTES // each
     if widest() is None:
         from smoe.machine.library_rates import measure_library_experts
 
         return measure_library_experts(hidden, inner, experts, seconds)
-    weights = Arena([(experts, page_ceil(used))], huge_pages=True)
-    np.frombuffer(weights.whole, np.uint8).fill(1)
+    arena = written_memory() if weights is None else weights
     x, table = np.zeros((1, hidden), np.uint16), np.zeros(1 << 16, np.uint16)
-    rows = np.empty((_CHOSEN, hidden), np.uint16)
+    together = max(1, min(_CHOSEN, _MOST_EXPERT_BYTES // used, experts))
+    rows = np.empty((together, hidden), np.uint16)
 
     def expert_at(number: int, row: int) -> Expert:
-        begin = weights.address(number)
+        begin = arena.address(0) + number * each
         matrices = Matrix(begin, 2 * inner, hidden), Matrix(begin + used * 2 // 3, hidden, inner)
         return Expert(matrices, [(0, row)])
 
-    def all_experts(kernel: TokenExperts) -> None:
-        for first in range(0, experts, _CHOSEN):
-            count = min(_CHOSEN, experts - first)
-            kernel.forward(x, [expert_at(first + row, row) for row in range(count)], rows)
-
+    firsts = range(0, experts - together + 1, together)
+    calls = cycle([expert_at(first + row, row) for row in range(together)] for first in firsts)
     with SpinningPool(usable_cores(), in_own_order=not is_supported()) as pool:
         kernel = TokenExperts(pool, hidden, inner, table)
-        duration = best_time(lambda: all_experts(kernel), seconds)
-    weights.close()
-    return experts * used / duration
+        kernel.forward(x, next(calls), rows)
+        found = ranked_time(lambda: kernel.forward(x, next(calls), rows), seconds, _UNDISTURBED)
+    if weights is None:
+        arena.close()
+    return together * used / found
 
 
 def measure_products(seconds: float = 0.1) -> float:
-    """Return the rate of a bf16 product of many rows, in operations per second. It limits the speed of prompts.
+    """Return the rate of bf16 products of many rows, in operations per second. It limits the speed of prompts.
 
-    The rate is estimated from NumPy's float32 product and from the instructions of this CPU.
+    The rate is estimated from NumPy's float32 product and from the instructions of this CPU. Every core computes
+    products of its own, of a few milliseconds, of which a fast one counts. NumPy must use one thread for a product
+    (`quick_look.py`): threads of one product wait for those that other programs interrupt.
     """
-    rows, matrix = np.ones((256, 1024), np.float32), np.ones((1024, 1024), np.float32)
-    return _bf16_gain() * 2 * 256 * 1024 * 1024 / best_time(lambda: rows @ matrix, seconds)
+
+    def product_seconds(_: int) -> float:
+        rows, matrix = np.ones((64, 1024), np.float32), np.ones((1024, 512), np.float32)
+        rows @ matrix
+        return ranked_time(lambda: rows @ matrix, seconds, _UNDISTURBED)
+
+    threads = usable_cores()
+    with ThreadPoolExecutor(threads) as pool:
+        operations = 2 * 64 * 1024 * 512
+        return _bf16_gain() * sum(operations / each for each in pool.map(product_seconds, range(threads)))
 
 
 def _bf16_gain() -> float:

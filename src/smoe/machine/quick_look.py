@@ -17,15 +17,26 @@ from pathlib import Path
 from typing import Any
 
 from smoe.machine.disk_rates import measure_small_disk
-from smoe.machine.measure import describe_machine, measure_experts, measure_memory, measure_products
+from smoe.machine.measure import (
+    describe_machine,
+    measure_experts,
+    measure_memory,
+    measure_products,
+    written_memory,
+)
 from smoe.machine.processor import BUSY_SHARE, waited_share
 from smoe.safe_path import WORKING_FOLDER, child_environment, module_line
 from smoe.user_cache import cache_folder, keep, read_stored
 
-_FORMAT = 1
+_FORMAT = 2
 _SECONDS = 0.1
 """The time for measuring each rate except the disk's, in seconds."""
-_KEPT_SECONDS = 24 * 3600.0
+_KEPT_SECONDS, _DISTURBED_SECONDS = 24 * 3600.0, 600.0
+"""How many seconds rates are used, and how many if other programs used the cores while they were measured."""
+_ONE_THREAD = dict.fromkeys(
+    ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1"
+)
+"""Environment variables with which NumPy uses one thread for a product."""
 _MOST_SECONDS = 60.0
 """The timeout for the process that measures."""
 
@@ -51,10 +62,10 @@ def quick_look(expert_bytes: int) -> QuickLook:
     if found is not None:
         return found
     look, is_disturbed = _looked_apart(expert_bytes)
-    if not is_disturbed:
-        entry = {"rates": asdict(look), "at": time.time()}
-        with suppress(OSError):
-            keep(_path(), {"format": _FORMAT, **stored, "machine": describe_machine(), str(expert_bytes): entry})
+    kept = _DISTURBED_SECONDS if is_disturbed else _KEPT_SECONDS
+    entry = {"rates": asdict(look), "at": time.time(), "kept_seconds": kept}
+    with suppress(OSError):
+        keep(_path(), {"format": _FORMAT, **stored, "machine": describe_machine(), str(expert_bytes): entry})
     return look
 
 
@@ -80,8 +91,8 @@ def _fresh(entry: Any) -> QuickLook | None:
     """Return the rates in a stored entry of the cache file; None if the entry is too old or damaged."""
     try:
         look = QuickLook(**entry["rates"])
-        return look if 0 <= time.time() - entry["at"] < _KEPT_SECONDS else None
-    except (TypeError, KeyError):
+        return look if 0 <= time.time() - entry["at"] < entry.get("kept_seconds", _KEPT_SECONDS) else None
+    except (TypeError, KeyError, AttributeError):
         return None
 
 
@@ -99,7 +110,7 @@ def _answered(word: str) -> bytes:
         capture_output=True,
         timeout=_MOST_SECONDS,
         cwd=WORKING_FOLDER,
-        env=child_environment(),
+        env=child_environment() | _ONE_THREAD,
     )
     if done.returncode:
         raise RuntimeError(f"the machine could not be measured: {done.stderr.decode(errors='replace').strip()[-2000:]}")
@@ -108,9 +119,10 @@ def _answered(word: str) -> bytes:
 
 def look(expert_bytes: int) -> QuickLook:
     """Return the rates for experts of this size, measured in this process."""
+    memory = written_memory()
     return QuickLook(
-        memory=measure_memory(_SECONDS),
-        experts=measure_experts(expert_bytes, _SECONDS),
+        memory=measure_memory(_SECONDS, memory.buffer(0)),
+        experts=measure_experts(expert_bytes, _SECONDS, memory),
         products=measure_products(_SECONDS),
         disk=measure_small_disk(expert_bytes),
     )
