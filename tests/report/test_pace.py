@@ -98,6 +98,32 @@ def test_what_a_first_pass_takes_once_is_no_rate() -> None:
     assert of_prompt(0.09, 0.07, 0.02, 4, factor=2.0).first_pass == pytest.approx(0.05)
 
 
+def test_rates_that_are_too_low_leave_the_extra_time_of_a_first_pass() -> None:
+    """Would catch the third forecast of a run on a busy machine: rates measured meanwhile forecast 0.4 s of the 0.3 s
+    that a pass took, nothing was left for its extra time, and the next one took five times its forecast."""
+    assert of_prompt(0.3, 0.05, 0.4, 12).first_pass == pytest.approx(0.25)
+
+
+def test_a_run_that_compiled_kernels_is_not_averaged_with_later_ones() -> None:
+    assert Pace(first_pass=1.0).after(Pace(first_pass=0.1)).first_pass == 0.1
+    assert Pace(first_pass=0.1).after(Pace(first_pass=0.16)).first_pass == pytest.approx((0.1 * 0.16) ** 0.5)
+
+
+def test_a_busy_machine_does_not_change_what_a_quiet_one_has_shown(tmp_path: Path) -> None:
+    """Would catch 107 ms a token forecast where 32 came, because a run before had waited for most of its time."""
+    busy, quiet = LastRun(1.0, 1.0, 0.7), LastRun(1.0, 1.0, 0.1)
+    remember(tmp_path, "auto", False, Pace(layer=8.0, expert=8.0), busy)
+    assert pace_of(tmp_path, "auto", False) == Pace(layer=8.0, expert=8.0), "better than nothing"
+    remember(tmp_path, "auto", False, Pace(layer=2.0), busy)
+    assert pace_of(tmp_path, "auto", False).layer == pytest.approx(4.0)
+    remember(tmp_path, "auto", False, Pace(layer=1.0), quiet)
+    assert pace_of(tmp_path, "auto", False) == Pace(layer=1.0, expert=8.0), "the quiet run's own"
+    remember(tmp_path, "auto", False, Pace(layer=9.0, load=3.0), busy)
+    assert pace_of(tmp_path, "auto", False) == Pace(layer=1.0, expert=8.0, load=3.0)
+    remember(tmp_path, "auto", False, Pace(layer=4.0), quiet)
+    assert pace_of(tmp_path, "auto", False).layer == pytest.approx(2.0)
+
+
 def test_what_is_learned_of_prompts_is_bounded() -> None:
     assert of_prompt(1e6, 1e3, 1e-3, 128) == Pace(prompt=PROMPT_FACTORS[1], first_pass=MOST_FIRST_PASS)
     least = of_prompt(1e-9, 1e-9, 1.0, 128)

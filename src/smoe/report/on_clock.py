@@ -244,34 +244,69 @@ class Scene:
 def settled(scene: Scene) -> tuple[Scene, Simulated]:
     """Return the scene and its simulation with typical routing. If prefetching makes the simulated run slower and the
     engine may switch it off, it is switched off in the returned scene."""
-    as_it_is = scene, simulate(scene, TYPICAL)
-    if scene.predictor == "none" or scene.config.prefetch != "auto":
-        return as_it_is
     without = replace(scene, predictor="none")
-    return min(as_it_is, (without, simulate(without, TYPICAL)), key=lambda each: each[1].seconds_per_token)
+    begun = _begin(scene, TYPICAL)
+    if begun.is_all_resident:  # nothing is left to prefetch
+        scene = scene if scene.config.prefetch != "auto" else without
+        return scene, _finish(scene, begun)
+    if scene.predictor == "none" or scene.config.prefetch != "auto":
+        return scene, _finish(scene, begun)
+    runs = ((each, _finish(each, begun)) for each in (scene, without))
+    return min(runs, key=lambda each: each[1].seconds_per_token)
 
 
 def simulate(scene: Scene, habits: Habits) -> Simulated:
     """Return the simulated times of a prompt and of some decode steps."""
+    return _finish(scene, _begin(scene, habits))
+
+
+class _Begun(NamedTuple):
+    """A simulated run after its prompt and its first warm-up steps. Nothing has been prefetched so far, so that runs
+    with and without prefetching share this part."""
+
+    clock: VirtualClock
+    times: StepTimes
+    drawn: Drawn
+    served: int
+    """The number of routings of the trace that the clock has served."""
+    is_all_resident: bool
+    """Whether every expert has a slot. Decode steps then load nothing once all experts have been loaded."""
+
+
+def _begin(scene: Scene, habits: Habits) -> _Begun:
     work, config = scene.work, scene.config
     times = times_for(scene.machine, work, config.host_memory_bytes, scene.faster_reads, scene.pace)
     layers = min(work.layers, MOST_LAYERS)
     if scene.pace.skew is not None:
         habits = replace(habits, skew=scene.pace.skew * habits.skew)
     drawn = Drawn(DrawnShape(work.experts, work.top_k, layers, _WARM_UP + _STEPS, scene.prompt_tokens), habits)
-    steps = min(_STEPS, scene.most_steps or _STEPS)
-    timed, before, times = _served(scene, times, layers, drawn, steps)
-    scale = work.layers / layers
-    seconds = scale * sum(timed.step_seconds[_WARM_UP:]) / steps
-    uses, loads = timed.uses - before.uses, timed.loads - before.loads
-    by_device = uses - timed.computed_by_host * steps / (steps + _WARM_UP)
-    alone = timed.computed_alone - before.computed_alone
-    weighed = by_device + (times.alone - 1) * alone
+    clock, is_all_resident = _clock(scene, times, layers), scene.ledger.cache_slots >= work.layers * work.experts
+    served = layers * (1 + (0 if is_all_resident else max(0, _WARM_UP - _LOOK_STEPS)))
+    for routing in drawn.trace[:served]:
+        clock.serve(routing)
+    return _Begun(clock, times, drawn, served, is_all_resident)
+
+
+def _finish(scene: Scene, begun: _Begun) -> Simulated:
+    """Return the simulated times of a run that has begun. The run is not changed, so others can start from it too."""
+    work, layers, steps = scene.work, begun.drawn.shape.layers, min(_STEPS, scene.most_steps or _STEPS)
+    scale, prefill_seconds = work.layers / layers, begun.clock.result.prefill_seconds
+    if begun.is_all_resident:
+        times, uses, loads, alone, weighed = begun.times, steps * layers * work.top_k, 0, 0, 0.0
+        by_device = weighed = float(uses)
+        seconds = work.layers * (times.layer(1) + times.deciding + work.top_k * times.expert(1))
+    else:
+        timed, before, times = _served(scene, begun, steps)
+        seconds = scale * sum(timed.step_seconds[_WARM_UP:]) / steps
+        uses, loads = timed.uses - before.uses, timed.loads - before.loads
+        by_device = uses - timed.computed_by_host * steps / (steps + _WARM_UP)
+        alone = timed.computed_alone - before.computed_alone
+        weighed = by_device + (times.alone - 1) * alone
     return Simulated(
         seconds,
-        scale * timed.prefill_seconds,
+        scale * prefill_seconds,
         _parts(scene, times, seconds, scale * weighed / steps),
-        _prefill_parts(scene, times, drawn, layers),
+        _prefill_parts(scene, times, begun.drawn, layers),
         {
             "load": times.load,
             "expert": times.expert(1) * (weighed / by_device if by_device > 0 else 1.0),
@@ -299,22 +334,20 @@ def prompt_seconds(scene: Scene, tokens: int) -> float:
     return seconds
 
 
-def _served(scene: Scene, times: StepTimes, layers: int, drawn: Drawn, steps: int) -> tuple[Timed, Timed, StepTimes]:
-    """Run the simulated steps. Return (the counts of all steps, the counts before the counted steps, the times of
-    operations in the counted steps). On a CPU, reads slow down layers, as measured in the last warm-up steps."""
-    clock, trace = _clock(scene, times, layers, drawn), drawn.trace
-    looked = layers * (1 + max(0, _WARM_UP - _LOOK_STEPS))
-    begin = layers * (1 + _WARM_UP)
-    for routing in trace[:looked]:
-        clock.serve(routing)
+def _served(scene: Scene, begun: _Begun, steps: int) -> tuple[Timed, Timed, StepTimes]:
+    """Run the remaining steps of a run. Return (the counts of all steps, the counts before the counted steps, the times
+    of operations in the counted steps). On a CPU, reads slow down layers, as measured in the last warm-up steps."""
+    trace, times, layers = begun.drawn.trace, begun.times, begun.drawn.shape.layers
+    clock = begun.clock.fork(_predictor(scene, begun.drawn, begun.served))
     unseen = replace(clock.result, step_seconds=[*clock.result.step_seconds])
-    for routing in trace[looked:begin]:
+    first = layers * (1 + _WARM_UP)
+    for routing in trace[begun.served : first]:
         clock.serve(routing)
     if not scene.machine.has_link:
         times = _in_a_crowd(times, _reading(clock.result, unseen))
         clock.change_times(times)
     before = replace(clock.result, step_seconds=[])
-    for routing in trace[begin : begin + layers * steps]:
+    for routing in trace[first : first + layers * steps]:
         clock.serve(routing)
     return clock.result, before, times
 
@@ -359,9 +392,9 @@ def _guessed(shape: DrawnShape, habits: Habits, recall: float) -> dict[int, list
     return blurred(_synthesised(shape, habits), recall)
 
 
-def _clock(scene: Scene, times: StepTimes, layers: int, drawn: Drawn) -> VirtualClock:
-    """Return a virtual clock that uses the engine's policies. Its number of slots is the fraction of all slots that the
-    simulated layers have."""
+def _clock(scene: Scene, times: StepTimes, layers: int) -> VirtualClock:
+    """Return a virtual clock that uses the engine's policies, without prefetching. Its number of slots is the fraction
+    of all slots that the simulated layers have."""
     work, config, share = scene.work, scene.config, layers / scene.work.layers
     slots = max(work.top_k, round(share * scene.ledger.cache_slots))
     low_slots = max(work.top_k, round(share * scene.ledger.low_slots)) if scene.ledger.low_slots else 0
@@ -376,27 +409,31 @@ def _clock(scene: Scene, times: StepTimes, layers: int, drawn: Drawn) -> Virtual
         times,
         substitution_of(config).switches,
         balance if times.host else None,
-        _predictor(scene, drawn),
-        low_slots,
-        _answering(config, scene.prices, layers, times),
+        low_slots=low_slots,
+        answering=_answering(config, scene.prices, layers, times),
     )
 
 
-def _predictor(scene: Scene, drawn: Drawn) -> Predictor | None:
-    """Return a simulated predictor that has the typical recall of the configured predictor; None without prefetch."""
+def _predictor(scene: Scene, drawn: Drawn, observed: int) -> Predictor | None:
+    """Return a simulated predictor that has the typical recall of the configured predictor; None without prefetch. It
+    has observed the first `observed` routings of the trace."""
     name, config, trace = scene.predictor, scene.config, drawn.trace
     if name == "none":
         return None
     kind = predictor_kind(name)
+    predictor: Predictor
     if kind.names_whole_layers:
-        return Recorded([[Prediction(coming.layer, range(coming.experts))] for coming in [*trace[1:], trace[0]]])
-    depth = (config.prefetch_depth or DEFAULT_PREFETCH_DEPTH) if "prefetch_depth" in kind.settings else 1
-    asked = kind.asked if config.prefetch_asked is None else ASKED[config.prefetch_asked]
-    recall = kind.usual_recall
-    predictor = Foresight(trace, recall, asked, depth=depth, guesses=drawn.guesses(recall))
-    alpha = config.alpha if config.prefetch_what == "top-score" else 0.0
-    has_weights = trace[0].weights is not None
-    predictor.grade_by(Grading(alpha, substitution_of(config).switches.thresholds if has_weights else ALL_IMPORTANT))
+        whole = [[Prediction(coming.layer, range(coming.experts))] for coming in [*trace[1:], trace[0]]]
+        predictor = Recorded(whole)
+    else:
+        depth = (config.prefetch_depth or DEFAULT_PREFETCH_DEPTH) if "prefetch_depth" in kind.settings else 1
+        asked = kind.asked if config.prefetch_asked is None else ASKED[config.prefetch_asked]
+        predictor = Foresight(trace, kind.usual_recall, asked, depth=depth, guesses=drawn.guesses(kind.usual_recall))
+        alpha = config.alpha if config.prefetch_what == "top-score" else 0.0
+        thresholds = ALL_IMPORTANT if trace[0].weights is None else substitution_of(config).switches.thresholds
+        predictor.grade_by(Grading(alpha, thresholds))
+    for routing in trace[:observed]:
+        predictor.observe(routing)
     return predictor
 
 

@@ -43,6 +43,7 @@ LEAST_PLEASANT, MOST_PLEASANT = 2.0, 30.0
 begins."""
 ALTERNATIVES = (("exact", "auto"), ("smoe", "auto"), ("hobbit", "auto"), ("exact", "int4"), ("smoe", "int4"))
 """The presets and precisions with which `smoe plan` compares the given settings."""
+_OTHER_HABITS = (LEAST_REPETITIVE, MOST_REPETITIVE)
 FASTER_READS = 2.0
 ANSWER_WORDS, LONG_PROMPT_TOKENS = 200, 2000
 """The number of words of an answer, and the number of tokens of a prompt, whose times `smoe plan` prints."""
@@ -87,10 +88,9 @@ class Outlook:
 
     machine: DeviceProfile
     asked: Case
-    slowest: Simulated
-    """The simulation with the least repetitive routing of the recorded texts (`fastest`: with the most repetitive
-    one)."""
-    fastest: Simulated
+    by_routing: list[Simulated]
+    """The simulations with the least and the most repetitive routing of the recorded texts. Empty if `spread` is a
+    range, because the speed then depends far more on the machine than on the routing."""
     with_faster_reads: Simulated
     long_prompt_seconds: float | None
     """Seconds of a prompt of `LONG_PROMPT_TOKENS` tokens; None where the context is too short."""
@@ -109,7 +109,7 @@ class Outlook:
 
     @property
     def tokens_per_second(self) -> tuple[float, float]:
-        speeds = [run.tokens_per_second for run in (self.slowest, self.asked.run, self.fastest)]
+        speeds = [run.tokens_per_second for run in (self.asked.run, *self.by_routing)]
         return self.speeds(min(speeds), max(speeds))
 
     def speeds(self, lowest: float, highest: float) -> tuple[float, float]:
@@ -268,11 +268,11 @@ def outlook_of(
             known[budget.pools] = subject.case(budget, COMPARED_STEPS)[0]
         return replace(known[budget.pools], budget_bytes=budget.budget_bytes, resident_share=budget.resident_share)
 
+    spread = UNTAUGHT_SPEEDS if is_here and not asked.is_taught else (1.0, 1.0)
     return Outlook(
         machine=subject.machine,
         asked=asked,
-        slowest=simulate(compared, LEAST_REPETITIVE),
-        fastest=simulate(compared, MOST_REPETITIVE),
+        by_routing=[simulate(compared, habits) for habits in _OTHER_HABITS if spread == (1, 1)],
         with_faster_reads=simulate(replace(scene, faster_reads=FASTER_READS), TYPICAL),
         long_prompt_seconds=(
             prompt_seconds(scene, LONG_PROMPT_TOKENS) if subject.spec.context_tokens >= LONG_PROMPT_TOKENS else None
@@ -282,7 +282,7 @@ def outlook_of(
         recommended=None if recommended is None else case(recommended),
         settings=_settings(subject, ledger, asked),
         warnings=_warnings(asked),
-        spread=UNTAUGHT_SPEEDS if is_here and not asked.is_taught else (1.0, 1.0),
+        spread=spread,
     )
 
 

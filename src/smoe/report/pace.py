@@ -41,12 +41,23 @@ class Pace:
     memory is used for the first time. At most `MOST_FIRST_PASS`."""
 
     def after(self, other: Pace) -> Pace:
-        """Return the geometric mean of these times and `other`, so that one disturbed run changes little."""
+        """Return the geometric mean of these times and `other`, so that one disturbed run changes little. A much
+        shorter `first_pass` replaces the known one: only a model's first run compiles kernels."""
         shown = {name: value for name, value in vars(other).items() if value is not None}
-        return replace(self, **{name: _between(getattr(self, name), value) for name, value in shown.items()})
+        found = {name: _between(getattr(self, name), value) for name, value in shown.items()}
+        before, now = self.first_pass, other.first_pass
+        if before is not None and now is not None and now < before / _COMPILED:
+            found["first_pass"] = now
+        return replace(self, **found)
+
+    def completed_by(self, other: Pace) -> Pace:
+        """Return these times, and those of `other` that are not known here."""
+        return replace(self, **{name: value for name, value in vars(other).items() if getattr(self, name) is None})
 
 
 UNKNOWN = Pace()
+_COMPILED = 2.0
+"""The factor by which a first pass must be shorter than known so that the known one counts as one that compiled."""
 
 
 def _between(before: float | None, now: float) -> float:
@@ -73,11 +84,13 @@ def of_prompt(
     The pass computed `tokens` tokens in `first_pass_seconds`. The same pass later in the process would have taken
     `warm_seconds`, and by the machine's rates `forecast_seconds`. A prompt shorter than `LEAST_PROMPT_TOKENS` gives no
     factor. Its forecast is multiplied by the known `factor`, and the remaining time counts as extra time of a first
-    pass.
+    pass. If rates that are too low forecast more than `warm_seconds`, the measured time is used in place of the
+    forecast: the difference would be near zero, and the next forecast with better rates far too short.
     """
     low, high = PROMPT_FACTORS
     if tokens < LEAST_PROMPT_TOKENS:
-        return Pace(first_pass=_first_pass(first_pass_seconds - forecast_seconds * (factor or 1.0)))
+        known = min(warm_seconds, forecast_seconds * (factor or 1.0))
+        return Pace(first_pass=_first_pass(first_pass_seconds - known))
     found = min(high, max(low, warm_seconds / forecast_seconds))
     return Pace(prompt=found, first_pass=_first_pass(first_pass_seconds - warm_seconds))
 
@@ -190,11 +203,29 @@ def last_run_of(folder: Path, precision: str, is_direct: bool) -> LastRun | None
 
 
 def remember(folder: Path, precision: str, is_direct: bool, pace: Pace, last: LastRun | None = None) -> Path:
-    """Store the measurements of a run, combined with those of earlier runs. Return the file's path. Raises
-    `OSError`."""
-    now = _measured(folder, precision, is_direct).after(pace)
-    entry = {"pace": asdict(now), "last_run": None if last is None else asdict(last)}
-    return _Runs(_entries(folder) | {_key(precision, is_direct): entry}).store(folder)
+    """Store the measurements of a run, combined with those of earlier runs. Return the file's path. Raises `OSError`.
+
+    If other programs used the cores during some of the runs, the times of the other runs count.
+    """
+    entries, key, known = _entries(folder), _key(precision, is_direct), _measured(folder, precision, is_direct)
+    was_disturbed, is_disturbed = key in entries and bool(entries[key].get("is_disturbed")), _is_disturbed(last)
+    if known != UNKNOWN and is_disturbed and not was_disturbed:
+        now, is_disturbed = known.completed_by(pace), False
+    elif was_disturbed and not is_disturbed:
+        now = pace.completed_by(known)
+    else:
+        now = known.after(pace)
+    entry = {
+        "pace": asdict(now),
+        "last_run": None if last is None else asdict(last),
+        "is_disturbed": is_disturbed,
+    }
+    return _Runs(entries | {key: entry}).store(folder)
+
+
+def _is_disturbed(last: LastRun | None) -> bool:
+    """Return whether a run waited so long for cores that other programs used that its times are not the machine's."""
+    return last is not None and last.waited is not None and last.waited >= BUSY_SHARE
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from math import inf
 
@@ -200,6 +201,14 @@ class VirtualClock:
         self._progress = Progress(self._table, eviction, self._begin)
         self._last_layer: float = inf
         """The layer of the last decode step's routing; infinity if the next routing begins a new step."""
+
+    def fork(self, predictor: Predictor | None) -> VirtualClock:
+        """Return another clock in the same state, which uses `predictor` from now on. This clock has had none. The
+        state of either clock no longer changes with the other's."""
+        assert self._predictor is None
+        other = deepcopy(self, {id(self._times): self._times})
+        other._predictor = predictor
+        return other
 
     def change_times(self, times: StepTimes) -> None:
         """Use other times for layers and experts from now on. The time of a load does not change."""
