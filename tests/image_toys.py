@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from PIL import Image
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
 
 from tests import families, zoo
 
@@ -36,7 +41,7 @@ _VISION: dict[str, dict[str, Any]] = {
         "global_head_dim": 16,
         "patch_size": 4,
         "pooling_kernel_size": 2,
-        "position_embedding_size": 16,
+        "position_embedding_size": 64,
     },
     "llama4": {
         "hidden_size": 32,
@@ -113,3 +118,52 @@ def image(model_type: str, seed: int, rows: int = 4, columns: int = 6) -> ToyIma
         return ToyImage({"pixel_values": pixels, "image_position_ids": place[None]}, rows * columns // 4)
     pixels = torch.randn(rows * columns, 3 * 2 * 4 * 4, generator=drawn)
     return ToyImage({"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, rows, columns]])}, rows * columns // 4)
+
+
+_SPECIAL = {0: "<pad>", 1: "<bos>", 2: "<eos>", 3: "<unk>", 4: "<|turn|>", IMAGE: "<|image|>", START: "<|start|>",
+            END: "<|end|>", SEPARATOR: "<|between|>", 124: "<|patch|>", 125: "<|line|>"}  # fmt: skip
+_TEMPLATE = """{%- for message in messages %}<|turn|>{{ message.role }}: {% if message.content is string %}
+{{- message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' -%}
+IMAGE{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}
+{%- endfor %}{% if add_generation_prompt %}<|turn|>assistant: {% endif %}"""
+_PROCESSOR: dict[str, dict[str, Any]] = {
+    "qwen3_vl_moe": {"image_processor_type": "Qwen2VLImageProcessorFast", "merge_size": 2, "temporal_patch_size": 2},
+    "qwen3_5_moe": {"image_processor_type": "Qwen2VLImageProcessorFast", "merge_size": 2, "temporal_patch_size": 2},
+    "glm4v_moe": {"image_processor_type": "Glm4vImageProcessor", "merge_size": 2, "temporal_patch_size": 2},
+    "gemma4": {"image_processor_type": "Gemma4ImageProcessor", "pooling_kernel_size": 2, "max_soft_tokens": 70},
+}
+
+
+def add_reader(model_type: str, folder: Path) -> Any:
+    """Write a tokenizer of single characters, a chat template and an image processor to a toy's folder. Returns the
+    tokenizer."""
+    words = [_SPECIAL.get(token, chr(token)) for token in range(128)]
+    plain = Tokenizer(models.WordLevel({word: token for token, word in enumerate(words)}, unk_token="<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    wrapped = "IMAGE" if model_type == "gemma4" else "<|start|>IMAGE<|end|>"  # Gemma's processor adds the marks
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=plain,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        additional_special_tokens=[_SPECIAL[token] for token in sorted(_SPECIAL) if token > 3],
+        chat_template=_TEMPLATE.replace("IMAGE", wrapped.replace("IMAGE", "<|image|>")),
+    )
+    tokenizer.save_pretrained(folder)
+    edges = {} if model_type == "gemma4" else {"size": {"shortest_edge": 64, "longest_edge": 4096}}
+    (folder / "preprocessor_config.json").write_text(json.dumps({**_PROCESSOR[model_type], "patch_size": 4, **edges}))
+    return tokenizer
+
+
+def file(seed: int, width: int = 24, height: int = 16, form: str = "PNG") -> bytes:
+    """An image file of random pixels."""
+    drawn = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256, (height, width, 3), generator=drawn, dtype=torch.uint8)
+    stored = io.BytesIO()
+    Image.fromarray(pixels.numpy()).save(stored, form)
+    return stored.getvalue()
+
+
+def data_url(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"

@@ -145,7 +145,7 @@ class EngineConfig(PolicySettings):
     not for GGUF files."""
     image_tokens: int = setting(
         1024,
-        Count(64),
+        Count(70),
         "With --images: maximum number of tokens of one image. Larger images are scaled down.",
         owner="images",
     )

@@ -10,6 +10,7 @@
     |   `-- CheckpointError    its files are missing, truncated or inconsistent
     |       `-- ChatTemplateError  its chat template cannot format this conversation
     |           `-- ChatTemplateLimitError  its chat template exceeds the limits of time or memory
+    |-- ImageError             an image of a prompt cannot be read
     |-- ContextError           the prompt does not fit the reserved context
     |-- TransferError          reading an expert failed during generation
     |-- DiskSpaceError         there is not enough free disk space
@@ -195,6 +196,10 @@ class ContextError(SmoeError, ValueError):
             given=context_tokens,
             allowed="more for this prompt",
         )
+
+
+class ImageError(SmoeError, ValueError):
+    """An image of a prompt cannot be read, or exceeds a limit."""
 
 
 class TransferError(SmoeError, OSError):

@@ -165,6 +165,13 @@ class ServerOptions:
             rich_help_panel=_SERVER,
         ),
     ] = False
+    image_folder: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --images: folder whose files requests may name as file:// URLs; by default no files.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None
     chat_template: ChatTemplate = None
     parse_control_tokens: ParseControlTokens = False
     drain: Annotated[
@@ -197,6 +204,7 @@ class ServerOptions:
             unread_seconds=self.unread_timeout,
             exit_on_failure=self.exit_on_failure,
             parses_control_tokens=self.parse_control_tokens,
+            image_folder=self.image_folder,
             is_strict=self.strict,
             drain_seconds=self.drain,
         )
@@ -259,6 +267,10 @@ def command(
     from smoe.server.installed import check_server
 
     check_server()
+    if engine.images:
+        from smoe.models.image_families import check_libraries
+
+        check_libraries()
     bound_heap()
     config, template = server.config(), server.template()
     name = _name(server.name, model)

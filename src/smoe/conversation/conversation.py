@@ -65,7 +65,12 @@ def system_in_user(conversation: Conversation) -> Conversation:
     others = [message for message in conversation.messages if message["role"] != "system"]
     for place, message in enumerate(others):
         if system and message["role"] == "user":
-            others[place] = {**message, "content": "\n\n".join([*system, message["content"]])}
+            content = message["content"]
+            if isinstance(content, str):
+                content = "\n\n".join([*system, content])
+            else:
+                content = [{"type": "text", "text": "".join(f"{text}\n\n" for text in system)}, *content]
+            others[place] = {**message, "content": content}
             return replace(conversation, messages=others)
     return conversation
 

@@ -50,8 +50,8 @@ class ImageEncoder:
         """Whether the tokens of an image attend to later tokens of the same image."""
         if "mm_encoder_outputs" not in inspect.signature(type(model).forward).parameters:
             raise UnsupportedModelError(
-                "`images` needs a newer version of transformers, whose models take the results of an image encoder "
-                "(`mm_encoder_outputs`); upgrade transformers to 5.23, or leave out `images`"
+                "`images` needs a version of transformers whose models take the results of an image encoder "
+                "(`mm_encoder_outputs`); upgrade transformers to 5.20 or later, or leave out `images`"
             )
 
     def encode(self, inputs: Mapping[str, torch.Tensor]) -> Features:

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
-from smoe.errors import UnsupportedModelError
+from smoe.errors import ConfigError, UnsupportedModelError
 
 
 @dataclass(frozen=True)
@@ -58,3 +59,17 @@ def of_images(family: ImageFamily, names: Iterable[str]) -> frozenset[str]:
 def sees_ahead(family: ImageFamily, config: Any) -> bool:
     """Return whether the tokens of an image attend to later tokens of the same image."""
     return family.may_see_ahead and getattr(config.get_text_config(), "use_bidirectional_attention", None) == "vision"
+
+
+def check_libraries(model_type: str | None = None) -> None:
+    """Raise `ConfigError` if a library that reads images is not installed. `model_type`: the model's family."""
+    needed = {"PIL": "pillow"} | ({"torchvision": "torchvision"} if model_type == "llama4" else {})
+    missing = [package for module, package in needed.items() if find_spec(module) is None]
+    if missing:
+        command = "pip install torchvision" if "torchvision" in missing else "pip install 'smoe[images]'"
+        raise ConfigError(
+            f"`images` needs {' and '.join(missing)}, which this Python installation lacks; run: {command}",
+            setting="images",
+            given=True,
+            allowed=f"with {' and '.join(missing)}",
+        )

@@ -244,7 +244,7 @@ class GivenMessage(_Message):
 
     role: Literal["system", "developer", "user", "tool"]
     content: str | Objects
-    """A text, or its parts: `{"type": "text", "text": ...}`."""
+    """A text, or its parts: `{"type": "text", "text": ...}`, and of the user `{"type": "image_url", ...}`."""
 
 
 class AssistantMessage(_Message):

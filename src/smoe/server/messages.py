@@ -14,6 +14,7 @@ from smoe.generation.request import EndReason
 from smoe.server.answer import EndpointAnswer
 from smoe.server.choice import ChoiceText, Delta, arguments_of
 from smoe.server.events import Json, event
+from smoe.server.image_parts import has_images
 from smoe.server.message_fields import CountAsked, MessagesAsked
 from smoe.server.problem import ApiError, refused
 from smoe.server.prompts import text_of
@@ -46,7 +47,7 @@ async def count_tokens(serving: Serving, request: Request) -> Response:
     """Count the tokens of a conversation's prompt."""
 
     def work(asked: CountAsked) -> int:
-        return len(prompt_of(serving, _talk(asked), "messages"))
+        return len(prompt_of(serving, _talk(asked), "messages").ids)
 
     return Json({"input_tokens": await serving.read(CountAsked, request, work)})
 
@@ -144,7 +145,7 @@ def _turns(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield {"role": "tool", "tool_call_id": str(block.get("tool_use_id", "")), "content": result}
     others = [block for block in blocks if block.get("type") != "tool_result"]
     if others or not blocks:
-        yield {"role": role, "content": text_of(others, "messages")}
+        yield {"role": role, "content": others if has_images(others) else text_of(others, "messages")}
 
 
 def _assistant(blocks: list[dict[str, Any]]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from smoe.server.choice import ChoiceText, Delta, ToolCall, arguments_of
 from smoe.server.completion import texts_wanted
 from smoe.server.events import Json, to_json
 from smoe.server.fields import ChatAsked, CompletionAsked
+from smoe.server.image_parts import with_images
 from smoe.server.ollama_fields import OllamaChatAsked, OllamaGenerateAsked, OllamaGenerating
 from smoe.server.problem import ApiError, refused
 from smoe.server.serving import Serving
@@ -51,10 +52,15 @@ async def ollama_generate(serving: Serving, request: Request) -> Response:
             raise refused(
                 "'system' needs the chat template, which 'raw' leaves out; leave out one of the two", "system"
             )
+        if asked.raw and asked.images:
+            raise refused("'images' need the chat template, which 'raw' leaves out; leave out one of the two", "images")
         if asked.raw or not (serving.prompts.has_template or asked.system):
             return _Asked(_of_text(serving, asked, asked.prompt), _form(serving, asked, _as_response))
         first = [{"role": "system", "content": asked.system}] if asked.system else []
-        body = {"messages": [*first, {"role": "user", "content": asked.prompt}], **_common(serving, asked)}
+        body = {
+            "messages": [*first, {"role": "user", "content": with_images(asked.prompt, asked.images)}],
+            **_common(serving, asked),
+        }
         return _Asked(_of_chat(serving, body), _form(serving, asked, _as_response))
 
     return await _answered(serving, request, await serving.read(OllamaGenerateAsked, request, work), _as_response)
@@ -155,8 +161,7 @@ def _messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for message in given:
         turn = {name: message[name] for name in ("role", "content", "tool_call_id") if message.get(name) is not None}
         turn.setdefault("content", "")
-        if message.get("images"):
-            turn["content"] = [{"type": "text", "text": turn["content"]}, {"type": "images"}]
+        turn["content"] = with_images(turn["content"], message.get("images"))
         if message.get("thinking"):
             turn["reasoning_content"] = message["thinking"]
         if message.get("tool_calls"):

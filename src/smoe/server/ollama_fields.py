@@ -107,7 +107,6 @@ class OllamaGenerateAsked(OllamaGenerating):
     unsupported = {
         "context": ([],),
         "height": (0,),
-        "images": ([],),
         "steps": (0,),
         "suffix": ("",),
         "template": ("",),
@@ -121,9 +120,10 @@ class OllamaGenerateAsked(OllamaGenerating):
     system: str | None = None
     raw: bool | None = None
     """Whether the prompt is continued without a chat template."""
+    images: list[str] | None = None
+    """Image files in base64, for models that were loaded with their image encoder."""
     context: Any = None
     height: Any = None
-    images: Any = None
     steps: Any = None
     suffix: Any = None
     template: Any = None

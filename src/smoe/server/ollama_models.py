@@ -62,6 +62,7 @@ class OllamaModel:
         capabilities = {
             "completion": True,
             "tools": serving.prompts.takes_tools and serving.prompts.format.has_calls,
+            "vision": serving.prompts.takes_images,
             "thinking": serving.prompts.has_template and serving.prompts.format.reasons,
         }
         return {

@@ -15,6 +15,7 @@ from smoe.errors import (
     EngineBusyError,
     EngineStateError,
     GenerationCancelledError,
+    ImageError,
     ModelError,
     TransferError,
 )
@@ -129,6 +130,8 @@ def problem_of(error: Exception, fields: Mapping[str, str], is_whole_context: bo
         )
     if isinstance(error, ConfigError) and error.setting is not None and error.setting in fields:
         return refused(in_fields(str(error), fields), fields[error.setting], "invalid_value")
+    if isinstance(error, ImageError):
+        return refused(in_fields(str(error), fields), fields.get("prompt", "messages"), "invalid_image")
     if isinstance(error, EngineBusyError):
         return busy(str(error))
     if isinstance(error, (EngineStateError, GenerationCancelledError)):

@@ -11,6 +11,8 @@ from smoe.conversation.conversation import NEW_ANSWER, Conversation, Ending
 from smoe.conversation.prompt import ConversationPrompts, Written
 from smoe.errors import ChatTemplateError, ContextError
 from smoe.generation.generate import encode
+from smoe.server.image_parts import IMAGE_PARTS, has_images, url_of
+from smoe.server.image_prompts import ImagePrompts, Prompt
 from smoe.server.output.families import format_of
 from smoe.server.output.output_format import At
 from smoe.server.problem import ApiError, refused
@@ -32,10 +34,19 @@ class Prompts:
     """Converts texts and conversations to prompt tokens, with one tokenizer and its chat template."""
 
     def __init__(
-        self, tokenizer: Any, vocabulary: int, context_tokens: int, *, parses_control_tokens: bool = False
+        self,
+        tokenizer: Any,
+        vocabulary: int,
+        context_tokens: int,
+        *,
+        parses_control_tokens: bool = False,
+        images: ImagePrompts | None = None,
+        why_no_images: str = "this model reads text only",
     ) -> None:
         """`context_tokens`: longer prompts are not tokenized to their end. `parses_control_tokens`: the text of a
-        control token in a message becomes that token."""
+        control token in a message becomes that token. `images`: reads the images of conversations; None: images are
+        refused with the sentence `why_no_images`."""
+        self._images, self._why_no_images = images, why_no_images
         self._tokenizer, self._vocabulary, self._context_tokens = tokenizer, vocabulary, context_tokens
         self._conversations = ConversationPrompts(
             tokenizer, context_tokens, parses_control_tokens=parses_control_tokens
@@ -98,9 +109,9 @@ class Prompts:
         given: dict[str, Any],
         param: str = "messages",
         ending: Ending = NEW_ANSWER,
-    ) -> list[int]:
-        """Return the tokens of a conversation in the template's form, up to the model's answer. `given`: the template's
-        variables. Raises an `ApiError`."""
+    ) -> Prompt:
+        """Return the tokens and images of a conversation in the template's form, up to the model's answer. `given`: the
+        template's variables. Raises an `ApiError`, or an `ImageError`."""
         if not self.has_template:
             message = (
                 "this model has no chat template, so it cannot continue a conversation; use /v1/completions to "
@@ -113,12 +124,19 @@ class Prompts:
                 "or start the server with smoe serve --chat-template FILE and a template that supports them"
             )
             raise refused(message, "tools", "no_tools")
-        turns = [self._turn(message, param) for message in messages]
+        urls: list[str] = []
+        turns = [self._turn(message, param, urls) for message in messages]
         written = self._written(turns, list(tools) if tools else None, given, param, ending)
         text = written.plain
         _check_characters(text, param)
         self._check_length(text)
-        return self._conversations.encode(written)
+        ids = self._conversations.encode(written)
+        return Prompt(ids) if self._images is None or not urls else self._images.prompt(ids, urls, param)
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether messages can contain images."""
+        return self._images is not None and self.has_template
 
     def _written(
         self,
@@ -153,16 +171,33 @@ class Prompts:
         except ApiError:
             return False
 
-    def _turn(self, message: dict[str, Any], param: str) -> dict[str, Any]:
-        """Return a message in the form that chat templates expect: its text as one string, the arguments of tool calls
-        as values."""
-        turn = {"role": message["role"], "content": text_of(message.get("content"), param)}
+    def _turn(self, message: dict[str, Any], param: str, urls: list[str]) -> dict[str, Any]:
+        """Return a message in the form that chat templates expect: its text as one string, or as parts if it has
+        images, and the arguments of tool calls as values. The images are added to `urls`."""
+        turn = {"role": message["role"], "content": self._content(message, param, urls)}
         for name in ("name", "reasoning_content", "tool_call_id"):
             if message.get(name) is not None:
                 turn[name] = message[name]
         if message.get("tool_calls"):
             turn["tool_calls"] = [_as_values(call, param) for call in message["tool_calls"]]
         return turn
+
+    def _content(self, message: dict[str, Any], param: str, urls: list[str]) -> str | list[dict[str, Any]]:
+        content = message.get("content")
+        if not has_images(content):
+            return text_of(content, param)
+        if self._images is None:
+            raise refused(f"{self._why_no_images}; a message has an image", param)
+        if message["role"] != "user":
+            raise refused("images are accepted in messages of the user only", param)
+        parts: list[dict[str, Any]] = []
+        for part in content or ():
+            if part.get("type") in IMAGE_PARTS:
+                urls.append(url_of(part, param))
+                parts.append({"type": "image"})
+            else:
+                parts.append({"type": "text", "text": text_of([part], param)})
+        return parts
 
 
 def text_of(content: str | Sequence[dict[str, Any]] | None, param: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from smoe.server.image_parts import has_images
 from smoe.server.problem import refused
 from smoe.server.prompts import text_of
 from smoe.server.response_fields import HOSTED_TOOLS, ResponseAsked
@@ -72,7 +73,9 @@ def _message(item: dict[str, Any]) -> dict[str, Any]:
     role, content = item.get("role"), item.get("content")
     if role not in _ROLES:
         raise refused(f"'input' has a message whose role is not one of {', '.join(_ROLES)}", "input")
-    return {"role": role, "content": content if isinstance(content, str) else text_of(_parts(content), "input")}
+    if isinstance(content, str) or has_images(_parts(content)):
+        return {"role": role, "content": content}
+    return {"role": role, "content": text_of(_parts(content), "input")}
 
 
 def _reasoning_of(item: dict[str, Any]) -> str:

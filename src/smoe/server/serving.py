@@ -31,6 +31,7 @@ from smoe.server.body import AskedFields, UnknownFields, asked_of, body_of
 from smoe.server.fields import UP_TO_THE_CONTEXT
 from smoe.server.grammar import Grammars
 from smoe.server.guard import release_body
+from smoe.server.image_prompts import ImagePrompts, why_no_images
 from smoe.server.meters import Meters
 from smoe.server.model_health import ModelHealth
 from smoe.server.problem import ApiError, busy, failed, over, problem_of, refused
@@ -73,6 +74,8 @@ class Serving:
             self.vocabulary,
             self.engine.context_tokens,
             parses_control_tokens=config.parses_control_tokens,
+            images=_image_prompts(model, tokenizer, config),
+            why_no_images=why_no_images(model.config.model_type),
         )
         self.tokens = TokenTexts(tokenizer)
         self.grammars = Grammars(tokenizer, self.vocabulary, sorted(self.ends))
@@ -272,6 +275,14 @@ class Serving:
         for texts in list(self._asked):
             texts.give_up(EngineStateError("the decode loop has failed"))
         self._bell.ring()
+
+
+def _image_prompts(model: PreTrainedModel, tokenizer: Any, config: ServerConfig) -> ImagePrompts | None:
+    """Return the reader of images in messages; None if the model was loaded without its image encoder."""
+    engine: Engine = model.offload  # type: ignore[assignment]
+    if not engine.config.images:
+        return None
+    return ImagePrompts(model, tokenizer, config.image_folder, config.max_body_bytes)
 
 
 def _fingerprint(name: str, engine: Engine) -> str:

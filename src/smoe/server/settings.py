@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from smoe.errors import ConfigError
 
@@ -50,6 +51,8 @@ class ServerConfig:
     """Whether the server ends when the model can no longer be used."""
     parses_control_tokens: bool = False
     """Whether the text of a control token in a message becomes that token; otherwise it stays text."""
+    image_folder: Path | None = None
+    """The folder whose files requests may name as images by `file://` URLs; None: requests may name no files."""
     is_strict: bool = False
     """Whether requests with unknown fields are refused; otherwise the fields are ignored."""
     drain_seconds: float = 30.0
@@ -75,6 +78,8 @@ class ServerConfig:
             if not holds:
                 raise ConfigError.out_of_bounds(name, getattr(self, name), allowed)
         self._check_key()
+        if self.image_folder is not None and not self.image_folder.is_dir():
+            raise ConfigError.out_of_bounds("image_folder", str(self.image_folder), "a folder on this machine")
         for origin in self.allow_origin:
             scheme, _, rest = origin.partition("://")
             if origin != "*" and (not scheme or not rest or "/" in rest):

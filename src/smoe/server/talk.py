@@ -13,11 +13,13 @@ from transformers import PreTrainedModel
 
 from smoe.conversation.conversation import NEW_ANSWER, Ending
 from smoe.generation.choices import COLDEST
+from smoe.generation.prompt_images import PromptImages
 from smoe.generation.request import Constraint, Request
 from smoe.generation.sampling import Sampling
 from smoe.server.choice import ChoiceText
 from smoe.server.fields import Completing, GivenGrammar, RequestFields, ResponseFormat
 from smoe.server.grammar import Grammar
+from smoe.server.image_prompts import Prompt
 from smoe.server.output.output_format import IN_REASONING, At
 from smoe.server.output.output_reader import OutputReader, plain_text
 from smoe.server.output.rules import Rules
@@ -89,7 +91,7 @@ def prepare(serving: Serving, asked: RequestFields, talk: Talk, fields: dict[str
     may_call = bool(must) or _may_call_or_answer(serving, talk, offered)
     if not is_free:
         talk = replace(talk, template=thinking(talk.template, False))
-    ids = prompt_of(serving, talk, fields["prompt"])
+    ids, images = prompt_of(serving, talk, fields["prompt"])
     at = _place(serving, talk, ids)
     if not is_free:
         ids = [*ids, *_tokens_before_enforced(serving, at, is_call=may_call)]
@@ -102,7 +104,7 @@ def prepare(serving: Serving, asked: RequestFields, talk: Talk, fields: dict[str
         refuse_endless(asked)
     budget = asked.thinking_budget_tokens if talk.thinking_tokens is None else talk.thinking_tokens
     constraint = _thinking_budget(serving, at, offered, budget) if grammar is None else grammar
-    wanted = texts_of(ids, sampling, talk.texts, talk.logprobs, constraint)
+    wanted = texts_of(ids, sampling, talk.texts, talk.logprobs, constraint, images)
     markers = _left_out(serving.tokenizer, own)
     return Prepared(
         wanted,
@@ -128,8 +130,8 @@ def thinking(template: Mapping[str, Any], is_on: bool) -> dict[str, Any]:
     return {"enable_thinking": is_on, "thinking": is_on, **template}
 
 
-def prompt_of(serving: Serving, talk: Talk, param: str) -> list[int]:
-    """Return the tokens of the conversation's prompt. `param`: the request's field that error messages name."""
+def prompt_of(serving: Serving, talk: Talk, param: str) -> Prompt:
+    """Return the tokens and images of the conversation's prompt. `param`: the request's field that messages name."""
     offered, _ = _offered(talk)
     return serving.prompts.of_messages(talk.messages, offered, talk.template, param, talk.ending)
 
@@ -337,11 +339,16 @@ def another(sampling: Sampling, number: int) -> Sampling:
 
 
 def texts_of(
-    ids: Sequence[int], sampling: Sampling, count: int, logprobs: int | None, constraint: Copied | None
+    ids: Sequence[int],
+    sampling: Sampling,
+    count: int,
+    logprobs: int | None,
+    constraint: Copied | None,
+    images: PromptImages | None = None,
 ) -> list[TextRequest]:
     """Return one request to the decode loop for each text of a prompt. Each has a copy of the constraint."""
     copies = [constraint if constraint is None or not number else constraint.another() for number in range(count)]
-    return [TextRequest(ids, another(sampling, n), logprobs, each) for n, each in enumerate(copies)]
+    return [TextRequest(ids, another(sampling, n), logprobs, each, images) for n, each in enumerate(copies)]
 
 
 def refuse_endless(asked: RequestFields) -> None:

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from smoe.generation.loop import DecodeLoop
+from smoe.generation.prompt_images import PromptImages
 from smoe.generation.request import Constraint, End, EndReason, Piece, Request
 from smoe.generation.sampling import Sampling
 
@@ -65,6 +66,8 @@ class TextRequest(NamedTuple):
     sampling: Sampling
     logprobs: int | None = None
     constraint: Constraint | None = None
+    images: PromptImages | None = None
+    """The images of the prompt."""
 
 
 class TextEvent(NamedTuple):
@@ -109,7 +112,7 @@ class Texts:
             self._metered(request, what)
             self._hear(TextEvent(number, what))
 
-        request = Request(wanted.ids, wanted.sampling, receive, wanted.logprobs, wanted.constraint)
+        request = Request(wanted.ids, wanted.sampling, receive, wanted.logprobs, wanted.constraint, wanted.images)
         return request
 
     def _hear(self, event: TextEvent) -> None:

@@ -41,7 +41,7 @@ def properties(serving: Serving) -> dict[str, Any]:
         "total_slots": serving.engine.config.max_sequences,
         "model_alias": serving.name,
         "model_path": serving.name,
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": serving.prompts.takes_images, "audio": False},
         "chat_template": serving.prompts.template,
         "build_info": f"smoe {__version__}",
     }
