@@ -20,6 +20,7 @@ from transformers.utils import logging as library_logging
 
 from smoe.kernels import proof
 from smoe.kernels.spinning_pool import SpinningPool
+from smoe.load import stored_proofs
 from smoe.machine import measure, quick_look
 from smoe.machine.best_time import ranked_time
 from smoe.models import read_spec
@@ -141,6 +142,23 @@ def user_cache(tmp_path_factory: pytest.TempPathFactory, object_code: Path) -> I
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(PLACE, cache_with(object_code, tmp_path_factory.mktemp("caches") / "cache"))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def proven_at_every_load() -> Iterator[None]:
+    """Tests replace kernels and proofs, so a load must not take the results of another test's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stored_proofs, "_may_be_stored", lambda _: False)
+        yield
+
+
+_MAY_BE_STORED = stored_proofs._may_be_stored
+
+
+@pytest.fixture
+def proven_once(own_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results of proofs are stored for later loads of the same test."""
+    monkeypatch.setattr(stored_proofs, "_may_be_stored", _MAY_BE_STORED)
 
 
 @pytest.fixture

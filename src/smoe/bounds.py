@@ -22,6 +22,8 @@ EMULATED = "emulated"
 """The name of the device that is emulated on the CPU (`memory/emulation.py`)."""
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DIRECT_IO = ("auto", "on", "off")
+ONCE, ALWAYS = "once", "always"
+"""When a model's kernels and experts are tested (`EngineConfig.self_test`)."""
 KERNELS = ("auto", "native", "own-order", "torch")
 PRECISION = ("auto", "int8", "int4", "int3", "int2")
 LOW_PRECISION = ("none", *PRECISION[1:])

@@ -14,6 +14,7 @@ from typing import Any
 
 from smoe.bounds import (
     ACTIVATIONS,
+    ALWAYS,
     AUTO,
     DEFAULT_DRAFT,
     DEFAULT_PREFETCH_DEPTH,
@@ -28,6 +29,7 @@ from smoe.bounds import (
     MOST_IO_THREADS,
     MOST_PREFETCH_DEPTH,
     MOST_THREADS,
+    ONCE,
     PRECISION,
 )
 from smoe.config_checks import check_together
@@ -393,6 +395,13 @@ class EngineConfig(PolicySettings):
         "whole model.",
     )
     """Whether reads bypass the page cache. auto: on, unless free RAM outside the budget holds the whole model."""
+    self_test: str = setting(
+        ONCE,
+        OneOf(ONCE, ALWAYS),
+        "Compare smoe's kernels with torch, and experts with transformers: at the first load of a model, or always.",
+    )
+    """When loading compares kernels with torch and experts with transformers. once: at the first load of a model, and
+    again when anything changes that the results depend on (`load/stored_proofs.py`). always: at every load."""
     preload: bool | None = setting(
         None,
         Switch(),

@@ -67,9 +67,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def entry(own_cache: None) -> Iterator[Path]:
     """The file of the key `b"key"`."""
-    object_cache.write(b"key", CONTENT)
-    assert object_cache.read(b"key") == CONTENT
-    (path,) = object_cache.folder().iterdir()
+    object_cache.CODE.write(b"key", CONTENT)
+    assert object_cache.CODE.read(b"key") == CONTENT
+    (path,) = object_cache.CODE.folder.iterdir()
     return path
 
 
@@ -85,7 +85,7 @@ def test_a_second_process_loads_no_compiler(tmp_path: Path) -> None:
 
     first, second = start(), start()
     assert first == second == f"False {widest().name}\n"  # type: ignore[union-attr]
-    assert len([*object_cache.folder().iterdir()]) >= 1
+    assert len([*object_cache.CODE.folder.iterdir()]) >= 1
 
 
 def test_code_of_the_cache_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,17 +110,17 @@ def test_functions_within_others_are_told_apart_by_their_text() -> None:
 def test_what_code_depends_on_is_part_of_its_key(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries of before are left, and not taken."""
     assert result_of(jit.Source(adds, (7,))) == 12
-    before = set(object_cache.folder().iterdir())
+    before = set(object_cache.CODE.folder.iterdir())
     if changed == "features":
         monkeypatch.setattr(jit, "_flattened", lambda features: "")
     elif changed == "LLVM":
-        monkeypatch.setattr(jit, "_version", lambda: "0.1")
+        monkeypatch.setattr(jit, "llvmlite_version", lambda: "0.1")
     elif changed == "generators":
         monkeypatch.setattr(object_cache, "source_digest", lambda: "another")
     elif changed == "CPU":
         monkeypatch.setattr(object_cache, "_processor", lambda: "another")
     result_of(jit.Source(adds, (8 if changed == "arguments" else 7,)))
-    assert before < set(object_cache.folder().iterdir())
+    assert before < set(object_cache.CODE.folder.iterdir())
 
 
 def test_the_digest_covers_every_generator() -> None:
@@ -153,16 +153,16 @@ def test_the_processor_is_named() -> None:
 def test_damaged_entries_are_ignored_and_replaced(damage: object, entry: Path) -> None:
     assert callable(damage)
     entry.write_bytes(damage(entry.read_bytes()))
-    assert object_cache.read(b"key") is None
-    object_cache.write(b"key", CONTENT)
-    assert object_cache.read(b"key") == CONTENT
+    assert object_cache.CODE.read(b"key") is None
+    object_cache.CODE.write(b"key", CONTENT)
+    assert object_cache.CODE.read(b"key") == CONTENT
 
 
 def test_an_entry_under_the_name_of_another_is_ignored(entry: Path) -> None:
-    object_cache.write(b"other", b"of another kernel")
-    (other,) = set(object_cache.folder().iterdir()) - {entry}
+    object_cache.CODE.write(b"other", b"of another kernel")
+    (other,) = set(object_cache.CODE.folder.iterdir()) - {entry}
     entry.write_bytes(other.read_bytes())
-    assert object_cache.read(b"key") is None
+    assert object_cache.CODE.read(b"key") is None
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666], ids=oct)
@@ -170,15 +170,15 @@ def test_an_entry_under_the_name_of_another_is_ignored(entry: Path) -> None:
 def test_what_another_user_may_write_is_ignored(what: str, mode: int, entry: Path) -> None:
     changed = entry if what == "file" else entry.parent
     changed.chmod(mode | (0o100 if what == "folder" else 0))
-    assert object_cache.read(b"key") is None
+    assert object_cache.CODE.read(b"key") is None
     if what == "folder":
-        object_cache.write(b"other", CONTENT)
+        object_cache.CODE.write(b"other", CONTENT)
         assert [*entry.parent.iterdir()] == [entry], "nothing is written there either"
 
 
 def test_what_belongs_to_another_user_is_ignored(entry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: entry.stat().st_uid + 1)
-    assert object_cache.read(b"key") is None
+    assert object_cache.CODE.read(b"key") is None
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
@@ -190,29 +190,29 @@ def test_what_is_no_file_is_ignored(kind: str, entry: Path, tmp_path: Path) -> N
         os.mkfifo(entry)
     else:
         entry.mkdir()
-    assert object_cache.read(b"key") is None
+    assert object_cache.CODE.read(b"key") is None
 
 
 def test_entries_are_their_user_s_alone_whatever_the_umask(own_cache: None) -> None:
     before = os.umask(0)
     try:
-        object_cache.write(b"key", CONTENT)
+        object_cache.CODE.write(b"key", CONTENT)
     finally:
         os.umask(before)
-    (path,) = object_cache.folder().iterdir()
+    (path,) = object_cache.CODE.folder.iterdir()
     assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
-    assert object_cache.read(b"key") == CONTENT
+    assert object_cache.CODE.read(b"key") == CONTENT
 
 
 def test_the_folder_is_bounded_and_keeps_what_was_used_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_cache, "MOST_BYTES", 600)  # four entries of 144 bytes
+    monkeypatch.setattr(object_cache, "CODE", object_cache.CODE._replace(most_bytes=600))  # four entries of 144 bytes
     for n in range(3):
-        object_cache.write(b"%d" % n, b"x" * 100)
-        os.utime(object_cache._path_of(b"%d" % n), ns=(n, n))
-    assert object_cache.read(b"0") is not None
+        object_cache.CODE.write(b"%d" % n, b"x" * 100)
+        os.utime(object_cache.CODE.path_of(b"%d" % n), ns=(n, n))
+    assert object_cache.CODE.read(b"0") is not None
     for n in (3, 4):
-        object_cache.write(b"%d" % n, b"x" * 100)
-    assert [n for n in range(5) if object_cache.read(b"%d" % n) is not None] == [0, 2, 3, 4]
+        object_cache.CODE.write(b"%d" % n, b"x" * 100)
+    assert [n for n in range(5) if object_cache.CODE.read(b"%d" % n) is not None] == [0, 2, 3, 4]
 
 
 def test_where_nothing_can_be_written_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -100,7 +100,8 @@ def _print(profile: Profile, findings: list[Finding], outside: dict[str, int]) -
     from smoe.cli.console import output
 
     console = output()
-    for name, value in [*_rows(profile), ("outside the budget", _outside_line(outside))]:
+    known = ("self-tests stored", _self_test_line())
+    for name, value in [*_rows(profile), ("outside the budget", _outside_line(outside)), known]:
         console.print(f"[dim]{name:<20}[/dim]{escape(value)}", soft_wrap=True)
     console.print()
     for finding in findings:
@@ -114,6 +115,19 @@ def _outside_line(outside: dict[str, int]) -> str:
     from smoe.units import format_bytes
 
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in outside.items() if size) + " at most"
+
+
+def _self_test_line() -> str:
+    """Return a line about the stored results of the tests that loading a model makes."""
+    from smoe.load.stored_proofs import PROOFS, stored_count
+
+    count = stored_count()
+    if not count:
+        return "none yet; the first load of a model tests its kernels and experts"
+    return (
+        f"for {count} combinations of model and settings, in {PROOFS.folder}; smoe verify and --set self_test=always "
+        "test again"
+    )
 
 
 def _rows(profile: Profile) -> list[tuple[str, str]]:
@@ -140,5 +154,7 @@ def _rows(profile: Profile) -> list[tuple[str, str]]:
 def _as_json(profile: Profile, findings: list[Finding], path: Path | None) -> dict[str, object]:
     from dataclasses import asdict
 
-    stored = {"profile_path": str(path) if path is not None else None}
+    from smoe.load.stored_proofs import stored_count
+
+    stored = {"profile_path": str(path) if path is not None else None, "stored_self_tests": stored_count()}
     return asdict(profile) | stored | {"findings": [asdict(finding) for finding in findings]}

@@ -43,6 +43,12 @@ _WHY = {
 }
 
 
+_SELF_TESTS = {
+    "now": "self-tests of kernels and experts: run when the model was loaded",
+    "earlier": "self-tests of kernels and experts: stored results of an earlier load",
+}
+
+
 def command(
     engine: EngineOptions,
     model: Model = "demo",
@@ -71,7 +77,8 @@ def command(
     if json:
         layers = [_entry(comparison) for comparison in report.comparisons]
         verdict = {"model": model, "is_exact": report.is_exact, "is_good": not report.bad, "seed": seed}
-        print_json(verdict | {"layers": layers, "not_compared": report.not_compared})
+        more = {"layers": layers, "not_compared": report.not_compared, "self_test": report.self_test}
+        print_json(verdict | more)
     else:
         _print_verdict(report)
     if report.bad:
@@ -81,7 +88,7 @@ def command(
 def _verify(model: str, engine: EngineOptions, tokens: int, seed: int, is_quiet: bool) -> Report:
     from dataclasses import replace
 
-    from smoe.bounds import AS_DTYPE, INT8
+    from smoe.bounds import ALWAYS, AS_DTYPE, INT8
     from smoe.cli.console import progress
 
     config = engine.config()
@@ -101,12 +108,12 @@ def _verify(model: str, engine: EngineOptions, tokens: int, seed: int, is_quiet:
             given=config.activations,
             allowed=f"{AS_DTYPE} for smoe verify",
         )
-    config = replace(config, activations=AS_DTYPE, **_SERVING_ALL)
+    config = replace(config, activations=AS_DTYPE, self_test=ALWAYS, **_SERVING_ALL)
     import_libraries(model, config)
     import torch
 
     from smoe.cli.session import loaded
-    from smoe.report.verify import EXPERTS, LOW_COPIES, PASSES, Report, reference_of, verify, verify_low_copies
+    from smoe.report.verify import EXPERTS, LOW_COPIES, PASSES, reference_of, verify, verify_low_copies
 
     with reading("headers", model):
         reference = reference_of(model, config, engine.revision, tokens)
@@ -129,7 +136,7 @@ def _verify(model: str, engine: EngineOptions, tokens: int, seed: int, is_quiet:
             lines.end()
             low = verify_low_copies(ready, reference, ids, show)
             why = list(dict.fromkeys([*report.may_round, *low.may_round]))
-            report = Report([*report.comparisons, *low.comparisons], report.not_compared, why)
+            report = replace(report, comparisons=[*report.comparisons, *low.comparisons], may_round=why)
         lines.end()
         return report
 
@@ -231,6 +238,7 @@ def _print_verdict(report: Report) -> None:
             "the results of transformers' own modules"
         )
     output().print(f"compared: {', '.join(dict.fromkeys(one.part for one in found))}")
+    output().print(_SELF_TESTS[report.self_test])
     left = [*report.not_compared, "several sequences at once, prompts read in chunks"]
     output().print(f"not compared: {', '.join(left)}", soft_wrap=True)
 

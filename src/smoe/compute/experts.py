@@ -75,6 +75,11 @@ class Experts:
         """Return these experts, with outputs summed in the data type of the routing weights."""
         return Experts({place: math.summing_as_weights() for place, math in self.maths.items()}, self._helpers)
 
+    @property
+    def sums_as_weights(self) -> bool:
+        """Whether outputs are summed in the data type of the routing weights."""
+        return any(math.sums_as_weights for math in self.maths.values())
+
     def _with(self, change: Callable[[Place, ProvenKernels], ProvenKernels]) -> Experts:
         maths = {place: math.by(change(place, math.kernels)) for place, math in self.maths.items()}
         return Experts(maths, self._helpers)

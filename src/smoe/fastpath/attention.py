@@ -5,26 +5,17 @@ differently for other names, and masks depend on the name too, so it stays the s
 checks whether the calling module has a kernel. It calls transformers' function for modules without a kernel, and for
 every call that is not one token of one row without a mask.
 
-A kernel is used if its bits equal torch's. A wrong order of sums changes very few rounded outputs, so the test uses
-data that reveal it:
-
-* Every key occurs twice, with opposite values. What remains of an output is the rounding error of its sums.
-* The last key has the largest score, zero, and weighs as much as all other keys together. torch also returns the
-  logarithm of the sum of weights, which has almost as many significant digits as the sum, so comparing logarithms
-  compares the sums.
-* Few keys have equal scores, and their values differ by one step of bf16. The outputs are midway between two bf16
-  numbers.
+A kernel is used if a proof finds torch's bits (`attention_proof.py`).
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import inspect
-import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,16 +24,15 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from smoe.fastpath import prompt_attention
-from smoe.fastpath.prompt_attention import SeveralQueries, fastest_seconds, hides_the_future
+from smoe.fastpath.attention_proof import Attention, Shape, agrees, gains, is_the_same_on_one_thread
+from smoe.fastpath.prompt_attention import SeveralQueries, hides_the_future
 from smoe.fastpath.rows_of_pass import RowsOfPass
 from smoe.kernels.attention import attend, fits, libm
 from smoe.kernels.isa import widest
 from smoe.kernels.prompt_attention import PromptAttention
-from smoe.kernels.proof import is_no_further, same_bits
-from smoe.kernels.spinning_pool import OWN_ORDER_GAIN, SpinningPool
+from smoe.kernels.spinning_pool import SpinningPool
 from smoe.kernels.threads import threads
-
-Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+from smoe.kernels.verdicts import Verdicts
 
 NAME = "sdpa"
 _ATTRIBUTE = "one_query"
@@ -54,6 +44,7 @@ _THREADS = "library_threads"
 _ROWS = "rows_of_pass"
 """The attribute of a module that holds the lengths of the texts in the running pass."""
 _EAGER = "eager_attention_forward"
+_OWN_ORDER = "attention in our own order"
 _MOST_ALONE = 1 << 20
 """The number of multiplications that one thread of torch computes in some 1 ms. For fewer, waking other threads takes
 longer than computing, and they then slow down the threads of our kernels."""
@@ -61,76 +52,69 @@ _UNDERSTOOD = {"module", "query", "key", "value", "attention_mask", "dropout", "
 """Parameters of transformers' function that do not matter for one token without a mask."""
 _CHANGING = ("softcap", "s_aux", "output_attentions")
 """Parameters that other families pass without declaring them."""
-_PAIRED = (7, 15, 37, 90, 250, 515, 701)
-"""Numbers of keys to test: below and above vector registers of 16 and 32 elements, around blocks of 512, whole blocks,
-and every remainder of 4."""
-_MIDWAY = (6, 14)
-"""Even numbers of keys with equal weight. For 14 keys, dividing by the sum of weights and multiplying by its reciprocal
-differ in many outputs."""
-_PROOF_OUTPUTS = 1 << 12
-"""The number of outputs to compare for each number of keys. With so many, every other order of sums that was tried
-differs in more than one output (docs/log/kernels.md)."""
 
 
-_NEAR_KEYS = 300
-
-
-class Shape(NamedTuple):
-    """The number and size of the attention heads. The result of a test holds for all modules of one shape."""
-
-    heads: int
-    key_heads: int
-    size: int
-
-
-def speed_up(model: PreTrainedModel, pool: SpinningPool, is_measured: bool = True) -> int:
+def speed_up(
+    model: PreTrainedModel, pool: SpinningPool, is_measured: bool = True, verdicts: Verdicts | None = None
+) -> int:
     """Make attention modules compute single tokens by our kernel, wherever the kernel reproduces torch's bits. Return
     the number of modules for which one torch thread suffices for one token.
 
     These are the modules with the kernel, and those whose attention by torch has the same bits on one thread as on all.
     Long computations still use all threads. A pool that sums in its own order cannot have torch's bits; its kernel is
-    used if its error is no larger than torch's and it is faster (assumed unless `is_measured`). Takes some tens of
-    milliseconds for every distinct shape, and as long once per process.
+    used if its error is no larger than torch's and it is faster (assumed unless `is_measured`). `verdicts`: known
+    results of proofs; this function adds its own. Takes some tens of milliseconds for every distinct shape, and as long
+    once per process.
     """
     if model.config.get_text_config()._attn_implementation != NAME or libm() is None:
         return 0
-    library, verdicts, settled = _behind_the_name(), dict[Shape, tuple[bool, bool]](), 0
+    library, settled = _behind_the_name(), 0
+    verdicts, measured = verdicts or Verdicts(), Verdicts()  # results that depend on times hold for this load only
     for module in model.modules():
         shape = _shape(module, model)
         if shape is None:
             continue
-        if shape not in verdicts:
-            is_ours = agrees(pool, library, module, shape) or (
-                pool.own_order is not None and gains(pool, library, module, shape, is_measured)
-            )
-            verdicts[shape] = is_ours, is_ours or is_the_same_on_one_thread(library, module, shape)
-        is_ours, is_settled = verdicts[shape]
+        subject, given = _subject(library, shape, pool), (pool, library, module, shape)
+        is_ours = verdicts.of("attention", subject, partial(agrees, *given)) or (
+            pool.own_order is not None
+            and (measured if is_measured else verdicts).of(_OWN_ORDER, subject, partial(gains, *given, is_measured))
+        )
         if is_ours:
             setattr(module, _ATTRIBUTE, OneQuery(pool, shape))
         setattr(module, _THREADS, torch.get_num_threads())
-        settled += is_settled
+        settled += is_ours or verdicts.of(
+            "attention on one thread", subject, partial(is_the_same_on_one_thread, library, module, shape)
+        )
     return settled
 
 
-def speed_up_prompts(model: PreTrainedModel, pool: SpinningPool, may_measure: bool = True) -> int:
+def _subject(library: Attention, shape: Shape, pool: SpinningPool) -> tuple[object, ...]:
+    """Return what the results of proofs of attention hold for."""
+    name = getattr(library, "__qualname__", type(library).__qualname__)
+    return library.__module__, name, shape, pool.kind
+
+
+def speed_up_prompts(
+    model: PreTrainedModel, pool: SpinningPool, may_measure: bool = True, verdicts: Verdicts | None = None
+) -> int:
     """Make attention modules compute several tokens by our kernel, wherever the kernel is as accurate as torch and
     faster. Return the number of these modules.
 
     The kernel's bits differ from torch's. On CPUs where the faster method is not known in advance, it is measured if
-    `may_measure` is true; otherwise the kernel is used. Takes some tens of milliseconds for every distinct shape.
+    `may_measure` is true; otherwise the kernel is used. `verdicts`: known results of proofs; this function adds its
+    own. Takes some tens of milliseconds for every distinct shape.
     """
     is_measured = may_measure and prompt_attention.must_be_measured()
     if model.config.get_text_config()._attn_implementation != NAME or widest() is None:
         return 0
     library, attend = _behind_the_name(), PromptAttention(pool)
-    verdicts, adopted = dict[Shape, bool](), 0
+    verdicts, adopted = verdicts if verdicts is not None and not is_measured else Verdicts(), 0
     for module in model.modules():
         shape = _shape(module, model)
         if shape is None:
             continue
-        if shape not in verdicts:
-            verdicts[shape] = prompt_attention.gains(attend, library, module, *shape, is_measured)
-        if verdicts[shape]:
+        gained = partial(prompt_attention.gains, attend, library, module, *shape, is_measured)
+        if verdicts.of("attention of prompts", _subject(library, shape, pool), gained):
             setattr(module, _PROMPTS, SeveralQueries(attend, *shape))
             adopted += 1
     return adopted
@@ -219,100 +203,6 @@ class OneQuery:
 def kernel_of(module: nn.Module) -> OneQuery | None:
     """Return the kernel for one token that an attention module uses, or None."""
     return getattr(module, _ATTRIBUTE, None)
-
-
-def agrees(pool: SpinningPool, library: Attention, module: nn.Module, shape: Shape) -> bool:
-    """Return whether the kernel has the bits of torch's attention on one thread, and also those of transformers'
-    function `library`, called as `module` calls it, on all threads."""
-    flash = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-    if flash is None:
-        return False
-    found: dict[int, tuple[torch.Tensor, tuple[Any, ...]]] = {}
-    with torch.no_grad(), threads(1):
-        for query, keys, values, scale in _data(shape):
-            if not fits(query, keys, values):
-                return False
-            ours, sums = attend(pool, query, keys, values, scale)
-            theirs, logarithms = flash(query, keys, values, scale=scale)
-            if not (same_bits(ours.transpose(1, 2), theirs) and same_bits(_logarithms(sums), logarithms.flatten())):
-                return False
-            found[keys.shape[2]] = ours, (query, keys, values, scale)
-    with torch.no_grad():
-        return all(
-            same_bits(ours, library(module, *tensors, None, dropout=0.0, scaling=scale)[0])
-            for ours, (*tensors, scale) in found.values()
-        )
-
-
-def is_the_same_on_one_thread(library: Attention, module: nn.Module, shape: Shape) -> bool:
-    """Return whether torch's attention for one token has the same bits on one thread and on all threads. `library`:
-    transformers' attention function; `module`: a module that calls it."""
-    if torch.get_num_threads() == 1:
-        return True
-    answers = []
-    for count in (1, torch.get_num_threads()):
-        with torch.no_grad(), threads(count):
-            answers.append(
-                [library(module, *tensors, None, dropout=0.0, scaling=scale)[0] for *tensors, scale in _data(shape)]
-            )
-    return all(map(same_bits, *answers))
-
-
-def gains(pool: SpinningPool, library: Attention, module: nn.Module, shape: Shape, is_measured: bool) -> bool:
-    """Return whether the attention kernel is at least as accurate as `library` and faster. Accurate means: its mean
-    error against float64 is no larger. Unless `is_measured`, the kernel is assumed to be faster."""
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(1, shape.heads, 1, shape.size, generator=generator).bfloat16()
-    keys, values = torch.randn(2, 1, shape.key_heads, _NEAR_KEYS, shape.size, generator=generator).bfloat16()
-    if not fits(query, keys, values):
-        return False
-    scale, shared = shape.size**-0.5, shape.heads // shape.key_heads
-    wide_keys, wide_values = (each.double().repeat_interleave(shared, 1) for each in (keys, values))
-    exact = functional.scaled_dot_product_attention(query.double(), wide_keys, wide_values, scale=scale).transpose(1, 2)
-
-    def ours() -> torch.Tensor:
-        return attend(pool, query, keys, values, scale)[0]
-
-    def theirs() -> torch.Tensor:
-        return library(module, query, keys, values, None, dropout=0.0, scaling=scale)[0]
-
-    with torch.no_grad():
-        if not is_no_further(ours(), theirs(), exact):
-            return False
-        return not is_measured or OWN_ORDER_GAIN * fastest_seconds(ours) < fastest_seconds(theirs)
-
-
-def _data(shape: Shape) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]]:
-    """Yield test cases for attention of one token: a query [1, heads, 1, size], keys and values [1, key heads, n,
-    size], and a scale."""
-    heads, key_heads, size = shape
-    generator = torch.Generator().manual_seed(0)
-
-    def numbers(*sizes: int) -> torch.Tensor:
-        return torch.rand(sizes, generator=generator)
-
-    for n in _PAIRED:
-        half = n // 2
-        keys, values = -numbers(1, key_heads, half, size), numbers(1, key_heads, half, size) - 0.5
-        last = torch.zeros(1, key_heads, 1, size)
-        keys = torch.cat([keys, keys.flip(2), last], 2).bfloat16()
-        values = torch.cat([values, -values.flip(2), last], 2).bfloat16()
-        for _ in range(-(-_PROOF_OUTPUTS // (heads * size))):
-            yield numbers(1, heads, 1, size).bfloat16(), keys, values, 4 * math.log(n) / size
-    for n in _MIDWAY:
-        first = numbers(1, key_heads, 1, size).bfloat16().view(torch.int16)
-        values = (first + torch.arange(n, dtype=torch.int16).view(1, 1, n, 1) % 2).view(torch.bfloat16)
-        yield torch.zeros(1, heads, 1, size).bfloat16(), torch.zeros_like(values), values, 1.0
-
-
-def _logarithms(sums: torch.Tensor) -> torch.Tensor:
-    """Return the logarithms of the sums of exponentials in softmax, as torch returns them. `sums` [heads, 2]: the
-    largest score and the sum of weights. The logarithm function is libm's, as in torch."""
-    mathematics = libm()
-    assert mathematics is not None
-    logarithm = mathematics.logf
-    logarithm.argtypes, logarithm.restype = (ctypes.c_float,), ctypes.c_float
-    return sums[:, 0] + torch.tensor([logarithm(total) for total in sums[:, 1].tolist()])
 
 
 def _shape(module: nn.Module, model: PreTrainedModel) -> Shape | None:

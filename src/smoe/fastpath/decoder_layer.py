@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from smoe.kernels.proof import same_bits
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.kernels.token_attention import AttachedRouter, Norm, Parts, Place, Projection, Scratch, TokenAttention, fits
 from smoe.kernels.token_router import TokenRouter
+from smoe.kernels.verdicts import Verdicts
 from smoe.models.kv_cache import Positioned, RowCache
 from smoe.models.quantised_linear import QuantisedLinear
 
@@ -47,27 +49,31 @@ class _Embeddings(NamedTuple):
 
 
 def speed_up(
-    model: PreTrainedModel, pool: SpinningPool, linears: Mapping[nn.Module, int], norms: Mapping[nn.Module, float]
+    model: PreTrainedModel,
+    pool: SpinningPool,
+    linears: Mapping[nn.Module, int],
+    norms: Mapping[nn.Module, float],
+    verdicts: Verdicts | None = None,
 ) -> dict[nn.Module, OneToken]:
     """Replace the forward function of every decoder layer whose bits our kernels reproduce, for calls with one token.
     Return the layers with their new functions.
 
     `linears`: the bf16 layers that our kernels multiply, with their `Product.part`. `norms`: the RMSNorms that our
-    kernels compute, with their epsilons. Takes some ten milliseconds for every distinct kind of layer.
+    kernels compute, with their epsilons. `verdicts`: known results of proofs; this function adds its own. Takes some
+    ten milliseconds for every distinct kind of layer.
     """
     embeddings = _embeddings(model)
     if embeddings is None:
         return {}
-    scratch, verdicts, found = Scratch(), dict[object, bool](), dict[nn.Module, OneToken]()
+    scratch, verdicts, found = Scratch(), verdicts or Verdicts(), dict[nn.Module, OneToken]()
     for layer in model.modules():
         parts = _parts(layer, linears, norms, embeddings.cos.shape[-1])
         if parts is None:
             continue
         scratch.reserve(parts)
-        ours, kind = OneToken(layer, TokenAttention(pool, parts, scratch)), _kind(layer, parts)
-        if kind not in verdicts:
-            verdicts[kind] = _agrees(model, layer, ours, embeddings)
-        if verdicts[kind]:
+        ours = OneToken(layer, TokenAttention(pool, parts, scratch))
+        subject = _kind(layer, parts), pool.kind
+        if verdicts.of("decoder layer", subject, partial(_agrees, model, layer, ours, embeddings)):
             layer.forward = ours.forward  # type: ignore[method-assign]
             found[layer] = ours
     for one, following in itertools.pairwise(found.values()):
@@ -152,14 +158,21 @@ def _address(tensors: Mapping[str, torch.Tensor | None], name: str) -> Callable[
     return lambda: tensors[name].data_ptr()  # type: ignore[union-attr]
 
 
-def _kind(layer: nn.Module, parts: Parts) -> object:
+def _kind(layer: nn.Module, parts: Parts) -> tuple[object, ...]:
     """Return a value that is equal for two decoder layers that differ only in the values of their weights."""
+    own = layer.get_submodule(_ATTENTION)
+    modules = (own.get_submodule(name) for name in _PROJECTIONS)
     projections = [
-        (each.matrix._replace(address=0), each.bias is not None, each.part)
-        for each in (parts.q, parts.k, parts.v, parts.o)
+        (each.outputs, each.columns, _form(module), each.bias is not None, each.part)
+        for each, module in zip((parts.q, parts.k, parts.v, parts.o), modules, strict=True)
     ]
     norms = [each and (each.size, each.eps) for each in (parts.norm, parts.last_norm, parts.q_norm)]
-    return type(layer), type(layer.get_submodule(_ATTENTION)), *projections, *norms, parts[8:]
+    return type(layer), type(own), *projections, *norms, parts[8:]
+
+
+def _form(module: nn.Module) -> tuple[str, str] | None:
+    """Return the format of a quantized layer and the type in which it multiplies rows; None for other layers."""
+    return (module.form.name, module.activations) if isinstance(module, QuantisedLinear) else None
 
 
 def hooks_of(modules: Iterable[nn.Module]) -> list[Mapping[int, Any]]:

@@ -6,10 +6,10 @@ computes all other layers, and calls with several rows.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from smoe.kernels.proof import part_that_agrees, same_bits
 from smoe.kernels.rows import MOST_ROWS
 from smoe.kernels.spinning_pool import OWN_ORDER_GAIN, Product, SpinningPool
 from smoe.kernels.threads import threads
+from smoe.kernels.verdicts import Verdicts
 from smoe.models.quantised_linear import QuantisedLinear, QuantisedWeight, StoredEmbedding, share_inputs
 
 _MOST_TIMED = 8
@@ -52,19 +53,25 @@ def speed_up(
     activations: str = BF16,
     is_measured: bool = True,
     sure: Collection[nn.Module] = (),
+    verdicts: Verdicts | None = None,
 ) -> Adopted:
     """Replace the one-row product of every linear layer that our kernel computes faster than torch with torch's bits.
     Return the replaced layers.
 
     Takes some tens of milliseconds for every distinct shape. `routers`: modules of transformers that apply their
     `weight` themselves; the value is True if they take only hidden states [T, H]. `activations`: see `multiply_codes`.
-    Unless `is_measured`, our product is assumed to be faster; for the layers `sure` it is always assumed.
+    Unless `is_measured`, our product is assumed to be faster; for the layers `sure` it is always assumed. `verdicts`:
+    known results of proofs; this function adds its own.
     """
+    verdicts = verdicts or Verdicts()
     kinds: dict[_Kind, list[nn.Linear]] = {}
     for module in model.modules():
         if type(module) is nn.Linear:
             kinds.setdefault((module.weight.shape, module.bias is not None), []).append(module)
-    parts = {kind: part_that_agrees(pool, some[0].weight.t(), some[0].bias) for kind, some in kinds.items()}
+    parts = {
+        kind: verdicts.of("linear", _subject(pool, some[0].weight, kind[1]), partial(_part_of, pool, some[0]))
+        for kind, some in kinds.items()
+    }
     adopted = quantised = multiply_codes(model, pool, activations)
     parts_of: dict[nn.Module, int] = {}
     known = {kind: part for kind, part in parts.items() if part is not None}
@@ -75,12 +82,21 @@ def speed_up(
             parts_of[module] = part
             adopted += module.weight.numel()
     left = [module for some in kinds.values() for module in some if "forward" not in module.__dict__]
-    _speed_up_routers(pool, routers)
-    _keep_bits(left, routers)
+    _speed_up_routers(pool, routers, verdicts)
+    _keep_bits(pool, left, routers, verdicts)
     for module in [*left, *(router for router, can_be_asked in routers.items() if can_be_asked)]:
         module.forward = row_by_row(pool, module.forward)  # type: ignore[method-assign]
     total = quantised + sum(module.weight.numel() for some in kinds.values() for module in some)
     return Adopted(adopted / total, parts_of, quantised / total) if total else Adopted(0.0, parts_of)
+
+
+def _part_of(pool: SpinningPool, module: nn.Linear) -> int | None:
+    return part_that_agrees(pool, module.weight.t(), module.bias)
+
+
+def _subject(pool: SpinningPool, weight: torch.Tensor, *more: object) -> tuple[object, ...]:
+    """Return what the result of a proof of a product with such a weight holds for."""
+    return tuple(weight.shape), str(weight.dtype), *more, pool.kind
 
 
 def multiply_codes(model: nn.Module, pool: SpinningPool, activations: str = BF16) -> int:
@@ -151,7 +167,7 @@ def _faster(
         for _ in range(_TURNS):
             for way, seconds in ((_by_library, theirs), (_by_kernel, ours)):
                 for module, kind in chosen.items():
-                    seconds[kind].append(_seconds(functools.partial(way, module, _some_row(module), pool)))
+                    seconds[kind].append(_seconds(partial(way, module, _some_row(module), pool)))
     gain = 1.0 if pool.own_order is None else OWN_ORDER_GAIN
     return {kind: part for kind, part in parts.items() if gain * median(ours[kind]) < median(theirs[kind])}
 
@@ -200,27 +216,26 @@ class RouterWeight(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
 
-def _speed_up_routers(pool: SpinningPool, routers: Iterable[nn.Module]) -> None:
+def _speed_up_routers(pool: SpinningPool, routers: Iterable[nn.Module], verdicts: Verdicts) -> None:
     """Make routers use our kernel. A router's weight has a few hundred kilobytes, and torch's product takes ten times
     as long as reading them."""
-    parts: dict[torch.Size, int | None] = {}
     for router in routers:
         weight = getattr(router, "weight", None)
         if type(router) is nn.Linear or not isinstance(weight, nn.Parameter):
             continue
-        if weight.shape not in parts:
-            parts[weight.shape] = part_that_agrees(pool, weight.t())
-        part = parts[weight.shape]
+        part = verdicts.of("router", _subject(pool, weight), partial(part_that_agrees, pool, weight.t()))
         if part is not None:
             ours = weight.detach().as_subclass(RouterWeight)
-            ours.one_row = functools.partial(_one_row, bias=None, pool=pool, part=part)
-            ours.each_row = functools.partial(_each_row, bias=None, pool=pool, part=part)
+            ours.one_row = partial(_one_row, bias=None, pool=pool, part=part)
+            ours.each_row = partial(_each_row, bias=None, pool=pool, part=part)
             ours.pool, ours.part = pool, part
             ours._is_param = True  # type: ignore[attr-defined]
             router.weight = ours
 
 
-def _keep_bits(linears: Iterable[nn.Linear], routers: Mapping[nn.Module, bool]) -> None:
+def _keep_bits(
+    pool: SpinningPool, linears: Iterable[nn.Linear], routers: Mapping[nn.Module, bool], verdicts: Verdicts
+) -> None:
     """Make linear layers use all threads if their bits would otherwise differ when a token is computed on one thread.
 
     For some shapes torch divides a sum among the threads, so its bits depend on their number: with 64 outputs of 2048
@@ -228,14 +243,12 @@ def _keep_bits(linears: Iterable[nn.Linear], routers: Mapping[nn.Module, bool]) 
     some routers compute in float32. A router that cannot be called with a single row always uses all threads.
     """
     threads = torch.get_num_threads()
-    verdicts: dict[tuple[type, torch.Size, torch.dtype], bool] = {}
     for module, can_be_asked in (dict.fromkeys(linears, True) | dict(routers)).items():
         weight = next((weight for weight in module.parameters() if weight.dim() == 2), None)
         if weight is not None and can_be_asked:
-            kind = type(module), weight.shape, weight.dtype
-            if kind not in verdicts:
-                verdicts[kind] = _is_the_same_on_one_thread(module, weight)
-            if verdicts[kind]:
+            subject = _subject(pool, weight, type(module), type(weight))
+            on_one = partial(_is_the_same_on_one_thread, module, weight)
+            if verdicts.of("product on one thread", subject, on_one):
                 continue
         module.forward = _on_all(threads, module.forward)  # type: ignore[method-assign]
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from torch.func import functional_call
 from smoe.kernels.norm import fits, normed
 from smoe.kernels.proof import same_bits
 from smoe.kernels.threads import threads
+from smoe.kernels.verdicts import Verdicts
 
 MOST_NUMBERS = 1 << 22
 """The largest number of elements that our kernel computes. torch divides larger inputs among threads; smaller ones are
@@ -50,20 +52,18 @@ class Kind(NamedTuple):
     attributes: tuple[tuple[str, object], ...]
 
 
-def speed_up(model: nn.Module) -> dict[nn.Module, float]:
+def speed_up(model: nn.Module, verdicts: Verdicts | None = None) -> dict[nn.Module, float]:
     """Replace the forward function of every RMSNorm whose bits the kernel reproduces, for calls with few rows. Return
-    the replaced modules with their epsilons.
+    the replaced modules with their epsilons. `verdicts`: known results of proofs; this function adds its own.
 
     Takes some ten milliseconds for every distinct kind of module, and 15 once per process.
     """
-    verdicts, adopted = dict[Kind, bool](), dict[nn.Module, float]()
+    verdicts, adopted = verdicts or Verdicts(), dict[nn.Module, float]()
     for module in model.modules():
         kind = _kind(module)
         if kind is None:
             continue
-        if kind not in verdicts:
-            verdicts[kind] = agrees(module, kind)
-        if verdicts[kind]:
+        if verdicts.of("norm", kind, partial(agrees, module, kind)):
             module.forward = _forward(module, kind)  # type: ignore[method-assign]
             adopted[module] = kind.eps
     return adopted

@@ -10,6 +10,7 @@ becomes a part of the attention's job (`kernels/token_attention.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from smoe.kernels.matrix import Matrix
 from smoe.kernels.spinning_pool import Product, SpinningPool
 from smoe.kernels.token_attention import AttachedRouter, Projection
 from smoe.kernels.token_router import RoutedRow, TokenRouter
+from smoe.kernels.verdicts import Verdicts
 
 _PROOF_ROWS = 32
 _ROUNDING = 2.0**-7
@@ -30,15 +32,24 @@ Forward = Callable[..., Any]
 
 
 def speed_up(
-    pool: SpinningPool, routers: Iterable[nn.Module], layers: Iterable[OneToken], experts: Collection[nn.Module]
+    pool: SpinningPool,
+    routers: Iterable[nn.Module],
+    layers: Iterable[OneToken],
+    experts: Collection[nn.Module],
+    verdicts: Verdicts | None = None,
 ) -> Collection[nn.Module]:
     """Replace the forward function of every supported router, for one row, and make the router a part of its decoder
     layer's job where possible. Return the replaced routers.
 
     `routers` take only hidden states [T, H]; `layers`: the decoder layers with a forward function of ours; `experts`:
-    the modules that contain the experts.
+    the modules that contain the experts; `verdicts`: known results of proofs, to which this function adds its own.
     """
-    found = {router: ours for router in routers if (ours := _proven(router, pool)) is not None}
+    verdicts, found = verdicts or Verdicts(), dict[nn.Module, OneRow]()
+    for number, router in enumerate(routers):  # each is tested with its own weights
+        kind = verdicts.of("routing", (number, type(router), pool.kind), partial(_proven, router, pool))
+        if kind is not None:
+            number_of_experts, top_k, is_normalised = map(int, kind.split())
+            found[router] = OneRow(router, TokenRouter(number_of_experts, top_k, bool(is_normalised)), pool)
     for router, ours in found.items():
         router.forward = row_by_row(pool, ours.forward)  # type: ignore[method-assign]
     for layer in layers:
@@ -47,7 +58,8 @@ def speed_up(
         own = next((part for part in parts if part in experts), None)
         if gate is None or own is None or len(parts) != 2:
             continue
-        if _is_plain(layer.block, gate, own, found[gate].columns):
+        plain = partial(_is_plain, layer.block, gate, own, found[gate].columns)
+        if verdicts.of("block", (layer.index, type(layer.block), pool.kind), plain):
             layer.route_by(found[gate].attached, RoutedBlock(layer.block, gate, own, found[gate].router))
     return found
 
@@ -91,8 +103,9 @@ class OneRow:
         return tuple(self.router.routed())
 
 
-def _proven(module: nn.Module, pool: SpinningPool) -> OneRow | None:
-    """Return our forward function for a router if its results agree with those of transformers' function, else None."""
+def _proven(module: nn.Module, pool: SpinningPool) -> str | None:
+    """Return the arguments of the `TokenRouter` whose results agree with those of transformers' function, as a text, or
+    None."""
     weight: torch.Tensor | None = module._parameters.get("weight")
     if not isinstance(weight, RouterWeight) or len(module._parameters) != 1 or weight.dtype is not torch.bfloat16:
         return None
@@ -109,7 +122,7 @@ def _proven(module: nn.Module, pool: SpinningPool) -> OneRow | None:
                 _agree(RoutedRow(*ours.forward(row)), RoutedRow(*given))
                 for row, given in zip(rows, theirs, strict=True)
             ):
-                return ours
+                return f"{experts} {top_k} {is_normalised:d}"
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # the module has another signature
         pass
     return None

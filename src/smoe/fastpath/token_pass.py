@@ -9,6 +9,7 @@ must be equal. transformers computes all other calls.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 
 from smoe.fastpath.decoder_layer import OneToken, RowExperts, hooks_of
 from smoe.kernels.proof import same_bits
+from smoe.kernels.verdicts import Verdicts
 from smoe.models.kv_cache import RowCache
 
 _PROOF_IDS = (0, 1)
@@ -41,13 +43,16 @@ def none_resident() -> None:
 
 
 def speed_up(
-    model: PreTrainedModel, layers: Mapping[nn.Module, OneToken], resident_layers: ResidentLayers = none_resident
+    model: PreTrainedModel,
+    layers: Mapping[nn.Module, OneToken],
+    resident_layers: ResidentLayers = none_resident,
+    verdicts: Verdicts | None = None,
 ) -> bool:
     """Replace a model's forward function, for one token, if our function reproduces its bits. Return whether it was
     replaced.
 
     `layers`: the decoder layers with a forward function of ours. `resident_layers` is called before each token if all
-    layers may skip their mlp.
+    layers may skip their mlp. `verdicts`: known results of proofs; this function adds its own.
     """
     text = next((module for module in model.modules() if _is_text(module, layers)), None)
     head = model.get_output_embeddings()
@@ -55,8 +60,11 @@ def speed_up(
         return False
     own = [layers[layer] for layer in text.layers]  # type: ignore[union-attr]
     ours = TokenPass(model, text, head, own, resident_layers)
-    if not ours.is_proven():
+    subject = type(model), type(text), type(head), len(own)
+    output = (verdicts or Verdicts()).of("token pass", subject, ours.proven_output)
+    if output is None:
         return False
+    ours.return_as(output)
 
     @functools.wraps(ours.library)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -159,17 +167,26 @@ class TokenPass:
         logits: torch.Tensor = self._head(modules["norm"](hidden))
         return logits
 
-    def is_proven(self) -> bool:
-        """Return whether our function agrees with transformers': the first layer must receive the same bits, and the
-        same logits must follow from the last layer's output."""
+    def return_as(self, output: str) -> None:
+        """Return outputs of this class, given as its module and its name, from now on."""
+        module, name = output.split()
+        self._output = getattr(sys.modules[module], name)
+
+    def proven_output(self) -> str | None:
+        """Return the class of transformers' output, as its module and its name, if our function agrees with
+        transformers': the first layer must receive the same bits, and the same logits must follow from the last layer's
+        output. Otherwise return None."""
         cache = RowCache(self._model.config.get_text_config(), 1, 2)
         cache.begin_after(1)
         try:
-            return all(self._agrees(torch.tensor([[id]]), cache) for id in _PROOF_IDS)
+            outputs = {self._agreeing_output(torch.tensor([[id]]), cache) for id in _PROOF_IDS}
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):  # takes other arguments
-            return False
+            return None
+        return outputs.pop() if len(outputs) == 1 else None
 
-    def _agrees(self, ids: torch.Tensor, cache: RowCache) -> bool:
+    def _agreeing_output(self, ids: torch.Tensor, cache: RowCache) -> str | None:
+        """Return the class of transformers' output for one token, as its module and its name; None if a bit
+        differs."""
         mine: list[torch.Tensor] = []
         theirs: list[torch.Tensor] = []
 
@@ -181,10 +198,14 @@ class TokenPass:
             ours = self._logits(ids, None, cache, lambda hidden, embeddings, _: stand_in(mine, hidden, embeddings))
             with _stand_ins(self._text.layers, functools.partial(stand_in, theirs)):  # type: ignore[arg-type]
                 output = self.library(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        self._output = type(output)
         given = {name for name, value in output.items() if value is not None}
         is_same = same_bits(ours, output.logits) and len(mine) == len(theirs)
-        return is_same and given == {"logits", "past_key_values"} and all(map(same_bits, mine, theirs))
+        if not is_same or given != {"logits", "past_key_values"} or not all(map(same_bits, mine, theirs)):
+            return None
+        of = type(output)
+        return (
+            f"{of.__module__} {of.__name__}" if getattr(sys.modules[of.__module__], of.__name__, None) is of else None
+        )
 
 
 @contextmanager

@@ -73,7 +73,7 @@ def _is_loaded() -> bool:
 
 
 @functools.cache
-def _version() -> str:
+def llvmlite_version() -> str:
     """Return llvmlite's version, or an empty string if it is missing; this does not load LLVM."""
     if importlib.util.find_spec("llvmlite") is None:
         return ""
@@ -105,14 +105,14 @@ def _host_features() -> dict[str, bool]:
     """Return whether this CPU has each feature, by LLVM's names. The dictionary is empty without LLVM."""
     if not machine_code.is_known():
         return compiler.features_here(llvm())
-    if not _version():
+    if not llvmlite_version():
         return {}
-    key = object_cache.key_of(_version(), "features")
-    known = object_cache.read(key)
+    key = object_cache.key_of(llvmlite_version(), "features")
+    known = object_cache.CODE.read(key)
     if known is None:
         found = compiler.features_here(llvm()) if _is_loaded() else compiler.host_features()
         if found:  # an empty result means a broken llvmlite, which may be repaired
-            object_cache.write(key, json.dumps(found).encode())
+            object_cache.CODE.write(key, json.dumps(found).encode())
         return found
     stored: dict[str, bool] = json.loads(known)
     return stored
@@ -156,13 +156,13 @@ def compile_functions(source: Source, signatures: Mapping[str, Sequence[type]]) 
 
 def _image(source: Source, features: str) -> machine_code.Image:
     """Return the linked code of a module: from the cache, or compiled and stored in the cache."""
-    key = object_cache.key_of(_version(), features, source.key)
-    known = object_cache.read(key)
+    key = object_cache.key_of(llvmlite_version(), features, source.key)
+    known = object_cache.CODE.read(key)
     if known is not None:
         return machine_code.linked(known)
     text = source.text()
     made = compiler.object_file(llvm(), text, features) if _is_loaded() else compiler.compiled(text, features)
-    object_cache.write(key, made)
+    object_cache.CODE.write(key, made)
     return machine_code.linked(made)
 
 

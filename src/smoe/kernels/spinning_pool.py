@@ -139,6 +139,8 @@ class SpinningPool:
     def __init__(self, threads: int, several: bool = False, has_bf16: bool = True, in_own_order: bool = False) -> None:
         self.threads = threads
         self.several = several or in_own_order
+        self.kind = threads, self.several, has_bf16, in_own_order
+        """The properties on which the bits of results may depend."""
         self.own_order = own_order() if in_own_order else None
         """The functions that multiply bf16 matrices in our own order of sums; None if the order is torch's."""
         isa = widest()

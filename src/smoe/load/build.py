@@ -98,6 +98,7 @@ def _build(resolved: Resolved, divided: Divided, parts: EngineParts, made: ExitS
     executor = _executor(divided, parts, arrivals, answerer, balancer, others)
     engine = _engine(resolved, divided, parts, executor)
     _speed_up_tokens(parts, engine)
+    parts.proofs.store()
     _put_behind(parts.model, divided.spec, engine, parts.predictors, others)
     _start(parts.model, engine, parts.tiers.link, pacing)
 
@@ -161,6 +162,7 @@ def _engine(resolved: Resolved, divided: Divided, parts: EngineParts, executor: 
         dense_bytes=_dense_bytes(parts.model, ledger),
         context_tokens=spec.context_tokens,
         position_limit=position_limit(spec.config),
+        self_test="now" if parts.proofs.verdicts.made or not parts.proofs.verdicts.all else "earlier",
     )
 
 
@@ -200,7 +202,8 @@ def _speed_up_tokens(parts: EngineParts, engine: Engine) -> None:
     layers, residents = parts.arithmetic.layers, None
     if _fits_whole(engine.config, engine.ledger, parts.pacing):
         residents = resident_experts(engine, list(layers.values()))
-    token_pass.speed_up(parts.model, layers, token_pass.none_resident if residents is None else residents.layers)
+    resident_layers = token_pass.none_resident if residents is None else residents.layers
+    token_pass.speed_up(parts.model, layers, resident_layers, parts.proofs.verdicts)
 
 
 def _put_behind(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from smoe.fastpath.decoder_layer import OneToken
 from smoe.kernels.experts import TokenExperts
 from smoe.kernels.isa import widest
 from smoe.kernels.spinning_pool import OWN_ORDER_GAIN, SpinningPool, is_supported
+from smoe.kernels.verdicts import Verdicts
 from smoe.load.experts_math import activations_of, check_activations
 from smoe.load.selftest import Prover
 from smoe.load.slot_kernels import in_slots
@@ -65,9 +67,11 @@ def choose_arithmetic(
     prover: Prover,
     experts: Experts,
     made: ExitStack,
+    verdicts: Verdicts,
 ) -> ChosenArithmetic:
     """Return the best arithmetic for the experts, and make the non-expert layers of `model` use the best arithmetic
-    too. `made` closes the threads that compute experts."""
+    too. `made` closes the threads that compute experts. `verdicts`: known results of proofs; this function adds its
+    own."""
     device, store, dtype = prover.device, prover.store, spec.dtype.torch
     may_be_ours = dtype is torch.bfloat16 and config.kernels != "torch"
     if may_be_ours and device.type == "cpu":
@@ -75,7 +79,7 @@ def choose_arithmetic(
     is_ours = is_native(spec, config, device) and device.type == "cpu"
     if config.kernels == "own-order" and not is_ours:
         raise _not_here(config, "it is for bfloat16 on a CPU with AVX2, AVX-512 or NEON, and needs llvmlite")
-    proven = _proven(config, prover, experts, made) if is_ours else None
+    proven = _proven(config, prover, experts, made, verdicts) if is_ours else None
     if config.kernels == "own-order" and proven is None:
         raise _not_here(config, "it does not support the shape of this model's experts")
     # torch has no kernel for quantized experts: dequantizing one for every token is no alternative
@@ -84,7 +88,9 @@ def choose_arithmetic(
     if not is_ours:
         experts = in_slots(prover, experts, config)
     check_activations(model, config, experts, store, device)
-    return _with_the_rest(model, spec, config, experts, store, device) if is_ours else ChosenArithmetic(experts)
+    if not is_ours:
+        return ChosenArithmetic(experts)
+    return _with_the_rest(model, spec, config, experts, store, device, verdicts)
 
 
 def is_native(spec: ModelSpec, config: EngineConfig, device: torch.device) -> bool:
@@ -100,26 +106,28 @@ def _with_the_rest(
     experts: Experts,
     store: ExpertStore,
     device: torch.device,
+    verdicts: Verdicts,
 ) -> ChosenArithmetic:
     """Make non-expert layers use our kernels where a test allows it. Return the arithmetic chosen for experts and for
     non-expert layers together."""
-    norms = norm.speed_up(model)
+    norms = norm.speed_up(model, verdicts)
     # even on one thread our attention is several times as fast as torch's on all
     chosen, may_round = experts.spinning_pool, _may_round(config, experts, store)
     is_measured = config.kernels != "own-order"
-    settled = attention.speed_up(model, chosen or SpinningPool(1, has_bf16=is_supported()), is_measured)
+    settled = attention.speed_up(model, chosen or SpinningPool(1, has_bf16=is_supported()), is_measured, verdicts)
     if chosen is None:
         return ChosenArithmetic(experts)
-    prompts = attention.speed_up_prompts(model, chosen, is_measured) if may_round else 0
+    prompts = attention.speed_up_prompts(model, chosen, is_measured, verdicts) if may_round else 0
     activations = activations_of(config, spec.dtype.torch, device)
     gates = spec.anatomy.gates
     routers = {model.get_submodule(path): of in gates for of, path in spec.anatomy.routers.items()}
     sure = decoder_layer.projections(model)
-    adopted = linear.speed_up(model, chosen, routers, activations, is_measured, sure)
-    layers = decoder_layer.speed_up(model, chosen, adopted.parts, norms)
+    adopted = linear.speed_up(model, chosen, routers, activations, is_measured, sure, verdicts)
+    layers = decoder_layer.speed_up(model, chosen, adopted.parts, norms, verdicts)
     if may_round:
         modules = {model.get_submodule(site.name) for site in spec.sites}
-        router.speed_up(chosen, [of for of, is_gate in routers.items() if is_gate], layers.values(), modules)
+        plain = [of for of, is_gate in routers.items() if is_gate]
+        router.speed_up(chosen, plain, layers.values(), modules, verdicts)
     attentions = model.config.get_text_config().num_hidden_layers
     leaves_little = settled == attentions and adopted.share > _NEARLY_ALL
     has_prompts = prompts == attentions and adopted.quantized_share > _NEARLY_ALL and experts.activations == INT8
@@ -145,7 +153,9 @@ def _not_here(config: EngineConfig, why: str) -> ConfigError:
     )
 
 
-def _proven(config: EngineConfig, prover: Prover, experts: Experts, made: ExitStack) -> Experts | None:
+def _proven(
+    config: EngineConfig, prover: Prover, experts: Experts, made: ExitStack, verdicts: Verdicts
+) -> Experts | None:
     """Return the experts with our kernel as their arithmetic: with torch's bits if possible, else with our own order of
     sums if the settings allow it. Return None if neither is possible."""
     orders = [False] if is_supported() and config.kernels != "own-order" else []
@@ -155,26 +165,40 @@ def _proven(config: EngineConfig, prover: Prover, experts: Experts, made: ExitSt
     for in_own_order in orders:
         pool = SpinningPool(torch.get_num_threads(), config.max_sequences > 1, in_own_order=in_own_order)
         made.callback(pool.close)
-        kernels = agreeing_kernels(prover, experts, pool)
+        kernels = agreeing_kernels(prover, experts, pool, verdicts)
         if kernels is not None:
             return experts.by(pool, kernels)
         pool.close()
     return None
 
 
-def agreeing_kernels(prover: Prover, experts: Experts, pool: SpinningPool) -> dict[Place, TokenExperts] | None:
+def agreeing_kernels(
+    prover: Prover, experts: Experts, pool: SpinningPool, verdicts: Verdicts
+) -> dict[Place, TokenExperts] | None:
     """Return the kernels for few tokens, by layer and format, for those layers and formats that have one. Return None
-    if products by `pool` lack the library's bits for a resident expert; one expert of every shape is tested."""
+    if products by `pool` lack the library's bits for an expert; one expert of every shape is tested."""
     found: dict[tuple[object, ...], TokenExperts | None] = {}
-    for kind, (key, weights) in prover.samples(experts).items():
-        math = experts.math_of(key)
-        if not math.agrees(pool, weights):
+    for place in sorted(experts.maths):
+        math = experts.maths[place]
+        if math.kind in found:
+            continue
+        subject = math.kind, place, math.sums_as_weights, pool.kind
+        rows = verdicts.of("experts by our kernel", subject, partial(_proven_rows, prover, experts, place, pool))
+        if rows is None:
             return None
-        found[kind] = proven_kernel(math, pool, weights)
-    if not found:
-        return None
+        found[math.kind] = math.by_pool(pool).kernel_of(pool, rows) if rows else None
     of_places = ((place, found.get(math.kind), math) for place, math in experts.maths.items())
     return {place: kernel for place, kernel, math in of_places if kernel and math.has_activation(kernel.table)}
+
+
+def _proven_rows(prover: Prover, experts: Experts, place: Place, pool: SpinningPool) -> int | None:
+    """Return the number of tokens of one expert that our kernel may compute, 0 if only products by `pool` may be used,
+    or None if not even these may."""
+    math, weights = experts.maths[place], prover.sample(experts, place)
+    if weights is None or not math.agrees(pool, weights):
+        return None
+    kernel = proven_kernel(math, pool, weights)
+    return 0 if kernel is None else kernel.most_rows
 
 
 def choose_way(

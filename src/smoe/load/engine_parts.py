@@ -21,6 +21,7 @@ from smoe.config import EngineConfig
 from smoe.errors import ConfigError, UnsupportedModelError
 from smoe.expert import EXACT
 from smoe.kernels.spinning_pool import SpinningPool, is_supported
+from smoe.kernels.verdicts import Verdicts
 from smoe.load.choose_kernel import ChosenArithmetic, choose_arithmetic, is_native
 from smoe.load.divide import Divided
 from smoe.load.experts_math import activations_of, experts_math
@@ -28,6 +29,7 @@ from smoe.load.host_slots import host_sizes, reads_directly, size_of
 from smoe.load.learned import predictor_name
 from smoe.load.resolve import Resolved
 from smoe.load.selftest import Prover, proven_sums
+from smoe.load.stored_proofs import StoredProofs, stored_proofs
 from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.machine.processor import reading_threads, usable_cores
 from smoe.memory.arena import Arena
@@ -83,6 +85,8 @@ class EngineParts(NamedTuple):
     host: HostExperts | None
     """The compute unit that computes missing experts on the CPU of a machine with a device, or None."""
     arithmetic: ChosenArithmetic
+    proofs: StoredProofs
+    """The results of the proofs that `arithmetic` relies on."""
     rules: Mapping[int, ScoringRule]
     """By layer, the scoring rules of routers whose scores a policy reads."""
     predictors: Mapping[Phase, Predictor]
@@ -127,8 +131,11 @@ def open_parts(
         if is_native(spec, config, arena.device) and not pacing.is_emulated:
             # an emulated device is timed with torch's products (docs/log/device.md)
             host.multiply_by(SpinningPool(_host_threads(pacing), in_own_order=not is_supported()))
-    arithmetic = _proven_arithmetic(model, resolved, divided, maths, table, transfers, arena, made)
-    return EngineParts(model, arena, table, pacing, tiers, transfers, host, arithmetic, rules, predictors, draft)
+    proofs = stored_proofs(model, resolved)
+    arithmetic = _proven_arithmetic(model, resolved, divided, maths, table, transfers, arena, made, proofs.verdicts)
+    return EngineParts(
+        model, arena, table, pacing, tiers, transfers, host, arithmetic, proofs, rules, predictors, draft
+    )
 
 
 def balance_of(config: EngineConfig, tiers: Tiers) -> str:
@@ -189,17 +196,19 @@ def _proven_arithmetic(
     transfers: Transfers,
     arena: Arena,
     made: ExitStack,
+    verdicts: Verdicts,
 ) -> ChosenArithmetic:
-    """Compare experts with transformers' own, for every distinct layout and format, and then choose the kernels. Return
-    the chosen arithmetic. The comparison loads experts into the slots; afterwards the slots are empty."""
+    """Compare experts with transformers' own, for every distinct layout and format, and then choose the kernels, unless
+    the results of these proofs are among `verdicts`. Return the chosen arithmetic. The comparison loads experts into
+    the slots; afterwards the slots are empty."""
     spec, config, stores = divided.spec, divided.config, resolved.stores
     arrivals = Arrivals(
         stores=stores, table=table, eviction=LRU(), transfers=transfers, arena=arena, math=maths, clock=perf_counter
     )
     prover = Prover(arrivals, arena.device)
     try:
-        experts = proven_sums(spec.sites, model, resolved.stored, prover, Experts(maths), spec.dtype.torch)
-        return choose_arithmetic(model, spec, config, prover, experts, made)
+        proven = proven_sums(spec.sites, model, resolved.stored, prover, Experts(maths), spec.dtype.torch, verdicts)
+        return choose_arithmetic(model, spec, config, prover, proven, made, verdicts)
     finally:
         arrivals.recover()
         arrivals.forget()

@@ -11,14 +11,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import nn
 
 from smoe.compute.expert_math import ROUNDINGS, Weights
-from smoe.compute.experts import Experts
+from smoe.compute.experts import Experts, Place
 from smoe.errors import UnsupportedModelError
 from smoe.expert import EXACT, LOW, ExpertKey
+from smoe.kernels.verdicts import Verdicts
 from smoe.memory.pacing import Pacing
 from smoe.memory.quantised_store import is_quantised
 from smoe.memory.store import StoredLayer
@@ -57,6 +59,24 @@ class Prover:
             found.setdefault(experts.math_of(key).kind, (key, self.arrivals.ready(key)))
         return found
 
+    def sample(self, experts: Experts, place: Place) -> Weights | None:
+        """Return the weights of a resident expert of this layer and format, after loading one if none is resident.
+        Return None if no slot keeps one."""
+        layer, form = place
+        weights = self._resident(place)
+        if weights is None:
+            math = experts.maths[place]
+            hidden = torch.zeros(1, math.hidden, dtype=math.dtype, device=self.device)
+            index = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+            run(self.executor(experts), Step(layer, Phase.DECODE, hidden, index, hidden.new_ones(1, 1)), form)
+            weights = self._resident(place)
+        return weights
+
+    def _resident(self, place: Place) -> Weights | None:
+        layer, form = place
+        key = min((key for key in self.arrivals.table.ready if (key[0], key[2]) == (layer, form)), default=None)
+        return None if key is None else self.arrivals.ready(key)
+
     def compute_slots(self, experts: Experts, layer: int, hidden: torch.Tensor, count: int) -> torch.Tensor:
         """Return the output [1, H] of one token [1, H] for the experts in `count` slots. The slots may contain any
         experts, because only the time is measured."""
@@ -74,15 +94,34 @@ def proven_sums(
     prover: Prover,
     experts: Experts,
     dtype: torch.dtype,
+    verdicts: Verdicts,
 ) -> Experts:
     """Return `experts`, with outputs summed in transformers' order and dtype, after comparing every distinct layout and
-    format. Raise `UnsupportedModelError` if no dtype gives transformers' result."""
+    format. Raise `UnsupportedModelError` if no dtype gives transformers' result. `verdicts`: known results of proofs;
+    this function adds its own."""
     modules = dict(model.named_modules())
     kinds = {(site.experts, site.parts, experts.kind(site.layer)): site for site in reversed(sites)}
     for site in kinds.values():
         for form, of in checkpoint.items():
-            experts = check_experts(site, modules[site.name], of[site.layer], prover, experts, dtype, form)
+            given = site, modules[site.name], of[site.layer], prover, experts, dtype, form
+            subject = site.layer, form, experts.kind(site.layer), experts.sums_as_weights
+            sums_as_weights = verdicts.of("experts", subject, partial(_checked_sums, *given))
+            if sums_as_weights and not experts.sums_as_weights:
+                experts = experts.summing_as_weights()
     return experts
+
+
+def _checked_sums(
+    site: ExpertsSite,
+    module: nn.Module,
+    checkpoint: StoredLayer,
+    prover: Prover,
+    experts: Experts,
+    dtype: torch.dtype,
+    form: int,
+) -> bool:
+    """Return whether transformers sums the outputs in the dtype of the routing weights. Raise as `check_experts`."""
+    return check_experts(site, module, checkpoint, prover, experts, dtype, form).sums_as_weights
 
 
 def check_experts(
@@ -113,10 +152,10 @@ def check_experts(
                 raise
             continue  # dbrx: its router never returns such weights, and its loop cannot add them
         step = Step(site.layer, phase, hidden, index, weights)
-        ours = _run(prover.executor(experts), step, form)
+        ours = run(prover.executor(experts), step, form)
         if not is_same(ours, theirs, allowed) and type_of_weights is not dtype:  # nemotron_h sums in the weights' dtype
             experts = experts.summing_as_weights()
-            ours = _run(prover.executor(experts), step, form)
+            ours = run(prover.executor(experts), step, form)
         if not is_same(ours, theirs, allowed):
             difference = (ours.float() - theirs.float()).abs().max().item()
             raise UnsupportedModelError(
@@ -126,7 +165,8 @@ def check_experts(
     return experts
 
 
-def _run(executor: LayerExecutor, step: Step, form: int) -> torch.Tensor:
+def run(executor: LayerExecutor, step: Step, form: int) -> torch.Tensor:
+    """Return the result of a step, computed with the experts' copies of the format `form`."""
     with executor.by_low_copies() if form == LOW else nullcontext():
         return executor.run(step)
 

@@ -121,6 +121,10 @@ def _winners(setting: str, entries: Any) -> list[Winner]:
 def winners_of(folder: Path, machine: str) -> dict[str, list[Winner]]:
     """Return the winners of all tournaments of the model in `folder` on this machine, by setting."""
     stored = Winners.of_model(folder)
+    return _of_machine(stored, machine)
+
+
+def _of_machine(stored: Winners, machine: str) -> dict[str, list[Winner]]:
     found = {setting: [winner for winner in stored.of(setting) if winner.machine == machine] for setting in CHOICES}
     return {setting: winners for setting, winners in found.items() if winners}
 
@@ -173,7 +177,8 @@ def with_winners(
         share_of(expected_bytes(config, spec))  # refuses a budget that is too small, before the user fits the predictor
         raise
     decided = Decided(config, learned, learned.reasons)
-    held = winners_of(place, where(config, device))
+    stored = Winners.of_model(place)
+    held = _of_machine(stored, where(config, device)) if any(stored.by_setting.values()) else {}
     asked = {setting: found for setting, found in held.items() if getattr(config, setting) == "auto"}
     share = share_of(decided.learned.nbytes) if asked else 0.0
     for setting, winners in asked.items():

@@ -174,17 +174,20 @@ def _place_on_disk(model: str | Path, revision: str | None) -> Path | None:
 def described_place(model: str | Path, revision: str | None) -> Path:
     """Return the path of a model's configuration. For a hub model, only the configuration (or the GGUF header) is
     downloaded."""
-    place, gguf = _place_on_disk(model, revision), named_gguf(str(model))
-    if place is None and gguf is not None:
-        return described_gguf(gguf, revision)
-    return place or hub.config_folder(str(model), revision)
+    place = _place_on_disk(model, revision)
+    if place is not None:
+        return place
+    gguf = named_gguf(str(model))
+    return hub.config_folder(str(model), revision) if gguf is None else described_gguf(gguf, revision)
 
 
 def fetch(model: str | Path, revision: str | None) -> Path:
     """Return the folder or GGUF file of a model. A hub model is downloaded if necessary."""
-    place, gguf = _place_on_disk(model, revision), named_gguf(str(model))
-    if place is None:
-        place = hub.cached(str(model), revision) if gguf is None else cached_gguf(gguf, revision)
+    place = _place_on_disk(model, revision)
+    if place is not None:
+        return place
+    gguf = named_gguf(str(model))
+    place = hub.cached(str(model), revision) if gguf is None else cached_gguf(gguf, revision)
     if place is not None:
         return place
     size = hub.size_bytes(str(model), revision) if gguf is None else model_bytes(gguf, revision)

@@ -97,6 +97,8 @@ class Report:
     """Paths of modules that were not compared: they were never called, or called in a way that cannot be repeated."""
     may_round: list[str]
     """The reasons why results may differ by rounding: `QUANTISED`, `OWN_ORDER` or both."""
+    self_test: str
+    """When the model's kernels and experts were tested (`Engine.self_test`)."""
 
     @property
     def bad(self) -> list[Comparison]:
@@ -172,7 +174,7 @@ def verify(
         cache = comparing.reset()
         for _ in range(1 + DECODE_STEPS):
             ids = comparing.run(cache, ids)
-    return Report(comparing.found, comparing.not_compared(), comparing.may_round)
+    return Report(comparing.found, comparing.not_compared(), comparing.may_round, engine.self_test)
 
 
 def verify_low_copies(

@@ -64,10 +64,11 @@ class Engine:
         position_limit: int | None,
         reasons: Mapping[str, str],
         eviction: EvictionSettings,
+        self_test: str,
     ) -> None:
         """`budget_reason`: a text that says where the memory budget's size comes from. `dense_bytes`: the size of the
         non-expert weights. `reasons`: for each setting that the user left out, a text that says where its value comes
-        from."""
+        from. `self_test`: see the attribute."""
         self.config = config
         self.anatomy = anatomy
         self.ledger = ledger
@@ -85,6 +86,9 @@ class Engine:
         self.position_limit = position_limit
         """The largest number of positions that the model allows; None: unknown."""
         self.eviction_settings = eviction
+        self.self_test = self_test
+        """When the model's kernels and experts were tested: "now", when it was loaded, or "earlier", when the same
+        files were first loaded in the same way (`EngineConfig.self_test`)."""
         self._threads = torch.get_num_threads()
         self._arena, self._transfers, self._reserve = arena, transfers, reserve
         self._process = os.getpid()
@@ -246,7 +250,8 @@ class Engine:
         served = f"{counters.tokens} tokens in {counters.forward_passes} passes"
         if counters.decode_uses:
             served += f", hit ratio {counters.hit_ratio:.0%}"
-        exact = f"{', '.join(config.lossy)} (lossy)" if config.lossy else f"exact, arithmetic {self.arithmetic}"
+        tested = f"exact, arithmetic {self.arithmetic} (tested {self.self_test})"
+        exact = f"{', '.join(config.lossy)} (lossy)" if config.lossy else tested
         return (
             f"smoe engine, {state}: {format_bytes(ledger.budget_bytes)} ({self.budget_reason}), "
             f"{ledger.residents if config.keeps_experts else ledger.spare}\n"
