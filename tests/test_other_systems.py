@@ -39,6 +39,7 @@ FOR_POSIX_ALONE = {
     # in a branch that only Linux takes
     "conversation/template_program.py": "resource setrlimit RLIMIT_AS RLIMIT_CORE",
     "server/connections.py": "resource getrlimit RLIMIT_NOFILE RLIM_INFINITY",  # after an import that may fail
+    "load/stored_proofs.py": "uname confstr",  # where `private_cache.is_possible`
     "private_cache.py": "fchmod geteuid O_NOFOLLOW O_NONBLOCK",  # where `private_cache.is_possible`
     "kernels/machine_code.py": "mmap MAP_PRIVATE MAP_ANONYMOUS PROT_READ PROT_WRITE PROT_EXEC",  # x86-64 Linux
 }

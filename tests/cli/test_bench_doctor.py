@@ -7,6 +7,7 @@ import pytest
 from bench.mechanisms import ablation
 from bench.mechanisms.ablation import ABLATIONS, DEVICE_ABLATIONS
 from smoe.benchmark.cells import TableCell
+from smoe.load.stored_proofs import PROOFS
 from smoe.machine import measure as hardware
 
 
@@ -69,6 +70,13 @@ def test_doctor_mentions_a_busy_machine(run, tmp_path, quick_measurements, monke
 def test_doctor_json(run, tmp_path, quick_measurements):
     value = run("doctor", "--folder", tmp_path, "--json").json
     assert value["memory_bytes_per_second"] == 20e9 and value["findings"]
+
+
+@pytest.mark.usefixtures("quick_measurements")
+def test_doctor_counts_stored_results_of_self_tests(run, tmp_path):
+    assert "none yet" in run("doctor", "--folder", tmp_path).out
+    PROOFS.write(b"key", b"{}")
+    assert run("doctor", "--folder", tmp_path, "--json").json["stored_self_tests"] == 1
 
 
 def test_summary_uses_the_profile_and_says_so(run, checkpoint, tmp_path, quick_measurements):

@@ -57,7 +57,7 @@ def test_the_longest_prompt_of_a_context_is_checked(run, checkpoint):
 
 def test_json(run, checkpoint):
     value = run("verify", checkpoint, "--memory", "64MiB", "--json").json
-    assert value["is_exact"] and value["not_compared"] == []
+    assert value["is_exact"] and value["not_compared"] == [] and value["self_test"] == "now"
     seen = {(entry["phase"], entry["tokens"], entry["position"]) for entry in value["layers"]}
     assert seen == {("decode", 1, 0), ("prefill", 32, 0), ("decode", 1, 32), ("decode", 1, 33)}
     parts = {entry["part"] for entry in value["layers"] if entry["layer"] == 3}
