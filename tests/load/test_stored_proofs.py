@@ -67,8 +67,7 @@ def test_a_load_with_stored_results_enters_no_reference(
     kind: str, folder: Path, tmp_path: Path, open_model: Callable[..., Any]
 ) -> None:
     """And it computes the same, with the same kernels."""
-    if widest() is None:
-        pytest.skip(promised.LEFT_TO_TORCH + promised.MACHINE_CODE)
+    promised.needs(widest() is not None and not promised.disagreeing, promised.MACHINE_CODE)
     place = folder if kind == "bf16" else gguf_toy.quantised(tmp_path / "toy.gguf", "Q4_K_M", head_dim=64)[0]
     switches = {"kernels": "own-order"}  # nothing is measured, so both loads decide alike
     models, entered = [], []
@@ -194,8 +193,7 @@ def test_nothing_is_stored_for_an_emulated_device(tested: Load) -> None:
 def test_a_kernel_that_disagrees_is_not_used_because_it_once_agreed(
     kernel: str, folder: Path, open_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if widest() is None:
-        pytest.skip(promised.LEFT_TO_TORCH + promised.MACHINE_CODE)
+    promised.needs(widest() is not None and not promised.disagreeing, promised.MACHINE_CODE)
 
     before = open_model(folder, "half", kernels="auto")
     promised.needs(kernel == "experts" or _has_norms_of_ours(before), "an RMSNorm with torch's bits")
