@@ -120,12 +120,9 @@ def _answered(word: str) -> bytes:
 def look(expert_bytes: int) -> QuickLook:
     """Return the rates for experts of this size, measured in this process."""
     memory = written_memory()
-    return QuickLook(
-        memory=measure_memory(_SECONDS, memory.buffer(0)),
-        experts=measure_experts(expert_bytes, _SECONDS, memory),
-        products=measure_products(_SECONDS),
-        disk=measure_small_disk(expert_bytes),
-    )
+    rate, experts = measure_memory(_SECONDS, memory.buffer(0)), measure_experts(expert_bytes, _SECONDS, memory)
+    memory.close()
+    return QuickLook(rate, experts, measure_products(_SECONDS), measure_small_disk(expert_bytes))
 
 
 def main() -> None:
