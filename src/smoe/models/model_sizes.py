@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from smoe.config import EngineConfig
+from smoe.errors import UnsupportedModelError
 from smoe.models.described import Described, described_at
 from smoe.models.family_outline import outline_by_family, plain_config
 from smoe.models.files import described_place
 from smoe.models.finish_spec import choose_context, choose_dtype, finished
 from smoe.models.plain_config import UndescribedError
+from smoe.models.rough_size import rough_size
 from smoe.models.spec import ModelSpec, own_dtype
 
 
@@ -30,7 +32,13 @@ def model_sizes(model: str | Path, config: EngineConfig, revision: str | None = 
         from smoe.models.checkpoint import checkpoint_at
         from smoe.models.read_spec import read_spec
 
-        return checkpoint_at(place), read_spec(place, config)
+        try:
+            return checkpoint_at(place), read_spec(place, config)
+        except UnsupportedModelError as error:
+            estimate = rough_size(described_at(place).fields()[1])
+            if estimate is None:
+                raise
+            raise UnsupportedModelError(f"{error}. For an estimate: {estimate}") from error
 
 
 def by_arithmetic(place: Path, config: EngineConfig) -> tuple[Described, ModelSpec]:
