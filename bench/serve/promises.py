@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from smoe.server import answers, local_answers
+from smoe.server import answers, local_answers, response_answers
 
 _STATES = ("/health", "/healthz", "/ready")
 """Paths that say by 503 how the server is."""
@@ -73,7 +73,7 @@ def _broken_events(model: type[BaseModel], text: str) -> str | None:
     told = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     if not told:
         return "a stream of no events"
-    if model is not answers.ResponseEvent and told.pop() != "[DONE]":
+    if model is not response_answers.ResponseEvent and told.pop() != "[DONE]":
         return "a stream that does not end"
     for data in told:
         if '"server_error"' in data and ('"error"' in data):

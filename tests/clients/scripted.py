@@ -56,10 +56,12 @@ def scripted(patch: pytest.MonkeyPatch, tokenizer: Any, answer: Callable[[str], 
     are for."""
     texts_of, end = talk.texts_of, tokenizer.eos_token_id
 
-    def asked(ids: Sequence[int], sampling: Any, count: int, logprobs: int | None, constraint: Any) -> Any:
+    def asked(
+        ids: Sequence[int], sampling: Any, count: int, logprobs: int | None, constraint: Any, *images: Any
+    ) -> Any:
         if not isinstance(constraint, (Grammar, Scripted)):
             text = answer(tokenizer.decode(ids, skip_special_tokens=False))
             constraint = Scripted([*tokenizer.encode(text, add_special_tokens=False), end])
-        return texts_of(ids, sampling, count, logprobs, constraint)
+        return texts_of(ids, sampling, count, logprobs, constraint, *images)
 
     patch.setattr(talk, "texts_of", asked)

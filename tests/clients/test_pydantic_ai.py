@@ -1,5 +1,5 @@
-"""pydantic-ai, by its models for OpenAI's two APIs and for Ollama. Its model for Anthropic's API is left out: version
-2.38 cannot make a message with version 2 of Anthropic's client."""
+"""pydantic-ai, by its models for OpenAI's two APIs, for Anthropic's and for Ollama. Its version 2.38 makes no message
+with version 2 of Anthropic's client, whatever the server: it calls a type that has become a union."""
 
 from __future__ import annotations
 
@@ -30,6 +30,13 @@ def _responses(url: str) -> Any:
     return OpenAIResponsesModel("demo", provider=OpenAIProvider(base_url=f"{url}/v1", api_key="a-key"))
 
 
+def _anthropic(url: str) -> Any:
+    from pydantic_ai.models.anthropic import AnthropicModel
+    from pydantic_ai.providers.anthropic import AnthropicProvider
+
+    return AnthropicModel("demo", provider=AnthropicProvider(base_url=url, api_key="a-key"))
+
+
 def _ollama(url: str) -> Any:
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.ollama import OllamaProvider
@@ -38,7 +45,7 @@ def _ollama(url: str) -> Any:
 
 
 Make = Callable[[str], Any]
-every_model = pytest.mark.parametrize("make", [_chat, _responses, _ollama], ids=lambda make: make.__name__)
+every_model = pytest.mark.parametrize("make", [_chat, _responses, _anthropic, _ollama], ids=lambda make: make.__name__)
 
 
 def agent_of(make: Make, running: Running, **more: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 from starlette.routing import Route
 
-from smoe.server import answers
+from smoe.server import answers, response_answers
 from smoe.server.openapi import OPERATIONS, document
 from tests.server.conftest import ENDLESS, Answered, Running, served
 
@@ -82,7 +82,11 @@ def test_a_key_is_described_where_there_is_one(demo: Any, demo_tokenizer: Any) -
         ("/v1/chat/completions", {**CHAT, "n": 2, "logprobs": True, "top_logprobs": 2}, answers.ChatCompletion),
         ("/v1/completions", TEXT, answers.TextCompletion),
         ("/v1/completions", {**TEXT, "logprobs": 2}, answers.TextCompletion),
-        ("/v1/responses", {**RESPONSE, "instructions": "Short.", "metadata": {"a": "b"}}, answers.ResponseAnswer),
+        (
+            "/v1/responses",
+            {**RESPONSE, "instructions": "Short.", "metadata": {"a": "b"}},
+            response_answers.ResponseAnswer,
+        ),
     ],
 )
 def test_whole_answers_are_what_is_described(running: Running, path: str, body: Any, model: type[BaseModel]) -> None:
@@ -98,12 +102,12 @@ def test_whole_answers_are_what_is_described(running: Running, path: str, body: 
         ("/v1/chat/completions", {**CHAT, "n": 2, "logprobs": True, "top_logprobs": 2}, answers.ChatChunk),
         ("/v1/completions", {**TEXT, "logprobs": 2}, answers.TextChunk),
         ("/v1/completions", {**TEXT, "stream_options": {"include_usage": True}}, answers.TextChunk),
-        ("/v1/responses", RESPONSE, answers.ResponseEvent),
+        ("/v1/responses", RESPONSE, response_answers.ResponseEvent),
     ],
 )
 def test_events_are_what_is_described(running: Running, path: str, body: Any, model: type[BaseModel]) -> None:
     told = data_of(running.http("POST", path, {**body, "stream": True}))
-    if model is not answers.ResponseEvent:
+    if model is not response_answers.ResponseEvent:
         assert told.pop() == "[DONE]"
     assert len(told) > 2
     for data in told:
@@ -115,7 +119,7 @@ def test_other_answers_are_what_is_described(running: Running) -> None:
     holds(answers.Model, running.http("GET", "/v1/models/demo").text)
     holds(answers.Health, running.http("GET", "/health").text)
     name = json.loads(running.http("POST", "/v1/responses", RESPONSE).text)["id"]
-    holds(answers.ResponseAnswer, running.http("GET", f"/v1/responses/{name}").text)
+    holds(response_answers.ResponseAnswer, running.http("GET", f"/v1/responses/{name}").text)
     holds(answers.Deleted, running.http("DELETE", f"/v1/responses/{name}").text)
     for path in ("/v1/models/other", f"/v1/responses/{name}", "/nowhere"):
         holds(answers.Refusal, running.http("GET", path).text)

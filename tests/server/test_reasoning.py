@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from smoe import from_pretrained
-from smoe.server import answers
+from smoe.server import answers, response_answers
 from tests.server.conftest import Running, served
 from tests.toy import save_toy
 
@@ -58,7 +58,7 @@ def test_thoughts_are_described(running: Running, script: Callable[[str], None])
     response = {"model": "demo", "input": "x", "max_output_tokens": 100}
     for path, body, whole, event in (
         ("/v1/chat/completions", chat, answers.ChatCompletion, answers.ChatChunk),
-        ("/v1/responses", response, answers.ResponseAnswer, answers.ResponseEvent),
+        ("/v1/responses", response, response_answers.ResponseAnswer, response_answers.ResponseEvent),
     ):
         answer = running.http("POST", path, body).text
         assert "I see." in answer

@@ -101,7 +101,7 @@ def test_text_can_be_made_to_keep_to_a_schema(running: Running) -> None:
         ({"given": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
-        ({"tools": [{"type": "shell"}]}, "tools"),
+        ({"tools": [{"type": "computer"}]}, "tools"),
         ({"tools": [{"type": "namespace", "name": "n"}]}, "tools"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format"),
     ],

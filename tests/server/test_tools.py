@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from smoe import from_pretrained
-from smoe.server import answers
+from smoe.server import answers, response_answers
 from smoe.server.output.families import format_of
 from tests.server.conftest import Running, served
 from tests.toy import save_toy
@@ -310,7 +310,7 @@ def test_functions_of_a_namespace_are_called_by_both_names(running: Running) -> 
     assert (call.namespace, call.name) in [("sky", tool["name"]) for tool in FLAT]
     (streamed,) = list(running.client.responses.create(**asked, stream=True))[-1].response.output
     assert (streamed.namespace, streamed.name, streamed.arguments) == ("sky", call.name, call.arguments)
-    answers.ResponseAnswer.model_validate(json.loads(running.http("POST", "/v1/responses", asked).text))
+    response_answers.ResponseAnswer.model_validate(json.loads(running.http("POST", "/v1/responses", asked).text))
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "3 degrees"}
     question = {"role": "user", "content": "How warm is it?"}
     again = {"model": "demo", "tools": [space], "max_output_tokens": 2}
@@ -325,7 +325,7 @@ def test_calls_are_answered_as_is_described(running: Running) -> None:
     response = {"model": "demo", "input": "x", "tools": FLAT}
     for path, body, whole, event in (
         ("/v1/chat/completions", chat, answers.ChatCompletion, answers.ChatChunk),
-        ("/v1/responses", response, answers.ResponseAnswer, answers.ResponseEvent),
+        ("/v1/responses", response, response_answers.ResponseAnswer, response_answers.ResponseEvent),
     ):
         asked = {**body, "tool_choice": "required", "temperature": 0}
         whole.model_validate(json.loads(running.http("POST", path, asked).text))

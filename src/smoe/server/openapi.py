@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from smoe import __version__
-from smoe.server import answers
+from smoe.server import answers, response_answers
 from smoe.server import local_answers as local
 from smoe.server.body import AskedFields
 from smoe.server.fields import (
@@ -146,11 +146,17 @@ OPERATIONS = (
         "post",
         "/v1/responses",
         "Continue a conversation; later requests can continue it by its id.",
-        {_JSON: answers.ResponseAnswer, _EVENTS: answers.ResponseEvent},
+        {_JSON: response_answers.ResponseAnswer, _EVENTS: response_answers.ResponseEvent},
         ResponseAsked,
         _OF_ASKING,
     ),
-    Operation("get", "/v1/responses/{name}", "A stored response.", {_JSON: answers.ResponseAnswer}, refusals=(404,)),
+    Operation(
+        "get",
+        "/v1/responses/{name}",
+        "A stored response.",
+        {_JSON: response_answers.ResponseAnswer},
+        refusals=(404,),
+    ),
     Operation("delete", "/v1/responses/{name}", "Delete a stored response.", {_JSON: answers.Deleted}, refusals=(404,)),
     _ollama(
         "post",

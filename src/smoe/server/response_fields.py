@@ -69,7 +69,7 @@ class ResponseAsked(RequestFields):
     names: ClassVar = {"max_new_tokens": "max_output_tokens", "prompt": "input"}
 
     input: str | Objects
-    """A text, or the items of a conversation: messages, function calls and their results."""
+    """A text, or the items of a conversation: messages, calls of tools and their results."""
     instructions: str | None = None
     """The system message of this response; it is not stored."""
     max_output_tokens: Tokens = None
@@ -83,7 +83,8 @@ class ResponseAsked(RequestFields):
     """Not in OpenAI's API: a grammar that the response must match, as a text in GBNF or Lark, or as an object with the
     grammar's `type` and `value`."""
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=128, fail_fast=True)
-    """Functions, and namespaces of functions. Tools that OpenAI's servers have are ignored."""
+    """Functions, custom tools, namespaces of both, and the types local_shell and shell. Tools of OpenAI's servers are
+    ignored."""
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     """false: the response ends with its first call."""

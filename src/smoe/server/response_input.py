@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import json
+from collections.abc import Callable
 from typing import Any
 
 from smoe.server.image_parts import has_images
 from smoe.server.problem import refused
 from smoe.server.prompts import text_of
-from smoe.server.response_fields import HOSTED_TOOLS, ResponseAsked
+from smoe.server.response_calls import CALLS, called
+from smoe.server.response_fields import ResponseAsked
+from smoe.server.response_tools import OfferedTools, choice_of
 from smoe.server.talk import Talk, template_of
 
 StoredItem = Callable[[str], dict[str, Any]]
 """A function that returns the item with an id from the output of a stored response, or raises an `ApiError`."""
 _ROLES = ("system", "developer", "user", "assistant")
+OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output", "shell_call_output")
+"""The types of items that are results of calls."""
 
 
 def talk_of(
-    asked: ResponseAsked, before: list[dict[str, Any]], stored_item: StoredItem
+    asked: ResponseAsked, offered: OfferedTools, before: list[dict[str, Any]], stored_item: StoredItem
 ) -> tuple[Talk, list[dict[str, Any]]]:
-    """Return the conversation from which the prompt is made, and the messages to store with the response. `before`: the
-    messages of the stored response that the request continues."""
+    """Return the conversation from which the prompt is made, and the messages to store with the response. `offered`:
+    the request's tools; `before`: the messages of the stored response that the request continues."""
     messages = before + messages_of(asked.input, stored_item)
     first = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
     talk = Talk(
         messages=first + messages,
-        tools=[function for tool in asked.tools or () for function in _functions(tool)],
-        tool_choice=asked.tool_choice,
+        tools=offered.functions,
+        tool_choice=choice_of(asked.tool_choice),
         is_single_call=asked.parallel_tool_calls is False,
         schema=_schema(asked),
         schema_field="text.format",
         grammar=asked.grammar,
         template=template_of(asked.chat_template_kwargs, (asked.reasoning or {}).get("effort")),
+        enforced=offered.enforced,
         max_new_tokens=asked.max_output_tokens,
     )
     return talk, messages
@@ -48,12 +54,10 @@ def messages_of(given: str | list[dict[str, Any]], stored_item: StoredItem) -> l
         kind = item.get("type", "message")
         if kind == "message":
             messages.append(_message(item))
-        elif kind == "function_call":
+        elif kind in CALLS:
             _add_call(messages, item)
-        elif kind == "function_call_output":
-            output = item.get("output")
-            content = output if isinstance(output, str) else text_of(_parts(output), "input")
-            messages.append({"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": content})
+        elif kind in OUTPUTS:
+            messages.append(_result(item))
         elif kind == "reasoning":
             thought += _reasoning_of(item)
             continue
@@ -96,52 +100,26 @@ def _parts(content: Any) -> list[dict[str, Any]]:
 def _add_call(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
     """Add a tool call to the last message if that message is the assistant's. Otherwise add the call as a message of
     its own."""
-    name = _full_name(item["namespace"], item.get("name")) if item.get("namespace") else item.get("name")
-    function = {"name": name, "arguments": item.get("arguments", "{}")}
-    call = {"id": str(item.get("call_id", "")), "type": "function", "function": function}
+    name, arguments = called(item)
+    call = {"id": _call_id(item), "type": "function", "function": {"name": name, "arguments": arguments}}
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     messages[-1].setdefault("tool_calls", []).append(call)
 
 
-def names_within(tool: dict[str, Any]) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield the functions of a namespace: the name that the model gets, and the names of namespace and function. A tool
-    of another type has none."""
-    if tool.get("type") == "namespace":
-        for function in _functions(tool):
-            name = function["function"]["name"]
-            yield name, (tool["name"], name.removeprefix(_full_name(tool["name"], "")))
+def _result(item: dict[str, Any]) -> dict[str, Any]:
+    """Return the result of a tool call as a message."""
+    output = item.get("output")
+    if item["type"] == "shell_call_output":
+        content = json.dumps(_parts(output), ensure_ascii=False)
+    else:
+        content = output if isinstance(output, str) else text_of(_parts(output), "input")
+    return {"role": "tool", "tool_call_id": _call_id(item), "content": content}
 
 
-def _functions(tool: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the functions of one item of `tools`, in the form of chat completions: none for a tool of OpenAI's servers,
-    and those within a namespace with their full names."""
-    kind, inner = tool.get("type"), tool.get("tools")
-    if kind in HOSTED_TOOLS:
-        return
-    if kind != "namespace":
-        yield _function(tool)
-        return
-    if not isinstance(tool.get("name"), str) or not isinstance(inner, list):
-        raise refused("a namespace in 'tools' must have a 'name' and a list of 'tools'", "tools", "invalid_type")
-    for each in inner:
-        if not isinstance(each, dict):
-            raise refused("'tools' of a namespace must be a list of functions", "tools", "invalid_type")
-        function = _function(each)["function"]
-        yield {"type": "function", "function": {**function, "name": _full_name(tool["name"], function["name"])}}
-
-
-def _full_name(namespace: Any, name: Any) -> str:
-    return f"{namespace}.{name}"
-
-
-def _function(tool: dict[str, Any]) -> dict[str, Any]:
-    if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-        raise refused("'tools' may contain only functions with a 'name', and namespaces of such functions", "tools")
-    if not isinstance(tool.get("parameters") or {}, dict):
-        raise refused("the 'parameters' of a tool must be a JSON schema", "tools", "invalid_type")
-    wanted: Iterable[str] = ("name", "description", "parameters")
-    return {"type": "function", "function": {name: tool[name] for name in wanted if tool.get(name) is not None}}
+def _call_id(item: dict[str, Any]) -> str:
+    """Return the id of a call, in the call itself or in its result. The result of a local shell has it as `id`."""
+    return str(item.get("call_id") or item.get("id") or "")
 
 
 def _schema(asked: ResponseAsked) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""The endpoint `/v1/responses`, as far as chat programs use it: text and functions, as one body or as a stream; later
+"""The endpoint `/v1/responses`, as far as chat programs use it: text and tools, as one body or as a stream; later
 requests can continue a response by its id."""
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from smoe.server.choice import ChoiceText, Delta
 from smoe.server.events import event, to_json
 from smoe.server.output.output_reader import Part
 from smoe.server.problem import ApiError
+from smoe.server.response_calls import CallEvent, CallItem, call_item
 from smoe.server.response_fields import ResponseAsked
-from smoe.server.response_input import names_within, talk_of
+from smoe.server.response_input import talk_of
 from smoe.server.response_store import ResponseStore
+from smoe.server.response_tools import OfferedTools, ToolOrigin, offered_tools
 from smoe.server.serving import Serving
 from smoe.server.talk import Prepared, prepare
 from smoe.server.texts import Texts
@@ -56,9 +58,10 @@ class Responses:
             before: list[dict[str, Any]] = []
             if asked.previous_response_id is not None:
                 before = self._store.messages(asked.previous_response_id, "previous_response_id")
-            talk, messages = talk_of(asked, before, partial(self._store.item, param="input"))
+            offered = offered_tools(asked.tools or ())
+            talk, messages = talk_of(asked, offered, before, partial(self._store.item, param="input"))
             prepared = prepare(serving, asked, talk, asked.settings)
-            return prepared, _form_of(asked, serving.name, messages)
+            return prepared, _form_of(asked, offered, serving.name, messages)
 
         prepared, form = await serving.read(ResponseAsked, request, work)
         texts = serving.ask(prepared.wanted, form.settings, form.is_streamed or prepared.ends_early)
@@ -77,15 +80,14 @@ class _Form(NamedTuple):
     """The response before any output."""
     messages: bytes
     """The messages of the conversation."""
-    namespaces: dict[str, tuple[str, str]]
-    """{name of a function that the model gets: the names of its namespace and of the function in it}."""
+    tools: dict[str, ToolOrigin]
+    """{name of a function that the model gets: the tool that it stands for}."""
 
 
-def _form_of(asked: ResponseAsked, model: str, messages: list[dict[str, Any]]) -> _Form:
+def _form_of(asked: ResponseAsked, offered: OfferedTools, model: str, messages: list[dict[str, Any]]) -> _Form:
     is_stored = asked.store is not False
     empty, stored = to_json(_empty(asked, model)), to_json(messages if is_stored else [])
-    namespaces = dict(name for tool in asked.tools or () for name in names_within(tool))
-    return _Form(asked.settings, bool(asked.stream), is_stored, empty, stored, namespaces)
+    return _Form(asked.settings, bool(asked.stream), is_stored, empty, stored, offered.origins)
 
 
 class _ResponsesAnswer(EndpointAnswer):
@@ -95,6 +97,8 @@ class _ResponsesAnswer(EndpointAnswer):
         super().__init__(texts, [choice], form.settings)
         self._store, self._form, self._choice = stored, form, choice
         self._output: list[dict[str, Any]] = []
+        self._call: CallItem | None = None
+        """The call that the model writes, which is the last item of the output."""
         self._events = 0
 
     def _response(self) -> dict[str, Any]:
@@ -139,13 +143,13 @@ class _ResponsesAnswer(EndpointAnswer):
                     yield self._close()
                     yield from self._open_call(part)
                 case "arguments":
-                    yield from self._write_arguments(part.text)
+                    assert self._call is not None, "arguments follow a call"
+                    yield from self._call_events(self._call.write(part.text))
 
     def _close(self) -> bytes:
         if not self._output or self._output[-1].get("status") != "in_progress":
             return b""
-        is_call = self._output[-1]["type"] == "function_call"
-        return b"".join(self._close_call() if is_call else self._close_text())
+        return b"".join(self._close_text() if self._call is None else self._close_call(self._call))
 
     @property
     def _item_place(self) -> dict[str, Any]:
@@ -189,22 +193,18 @@ class _ResponsesAnswer(EndpointAnswer):
         yield self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
 
     def _open_call(self, call: Part) -> Iterator[bytes]:
-        namespace, name = self._form.namespaces.get(call.text, (None, call.text))
-        item = {"id": "fc_" + secrets.token_hex(12), "type": "function_call", "call_id": call.id, "name": name}
-        item |= {"namespace": namespace} if namespace is not None else {}
-        self._output.append(item | {"arguments": "", "status": "in_progress"})
+        self._call = call_item(call, self._form.tools.get(call.text, ToolOrigin()))
+        self._output.append(self._call.item)
         yield self._event("response.output_item.added", output_index=len(self._output) - 1, item=self._output[-1])
 
-    def _write_arguments(self, text: str) -> Iterator[bytes]:
-        self._output[-1]["arguments"] += text
-        yield self._event("response.function_call_arguments.delta", **self._item_place, delta=text)
+    def _close_call(self, call: CallItem) -> Iterator[bytes]:
+        yield from self._call_events(call.end(is_cut_off=self._is_cut_off))
+        self._call = None
+        yield self._event("response.output_item.done", output_index=len(self._output) - 1, item=call.item)
 
-    def _close_call(self) -> Iterator[bytes]:
-        item = self._output[-1]
-        item["status"] = "incomplete" if self._is_cut_off else "completed"
-        done = {"name": item["name"], "arguments": item["arguments"]}
-        yield self._event("response.function_call_arguments.done", **self._item_place, **done)
-        yield self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
+    def _call_events(self, events: Iterator[CallEvent]) -> Iterator[bytes]:
+        for name, what in events:
+            yield self._event(f"response.{name}", **self._item_place, **what)
 
     def _event(self, type: str, **what: Any) -> bytes:
         self._events += 1

@@ -7,16 +7,17 @@ import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from smoe.conversation.conversation import NEW_ANSWER, Ending
 from smoe.generation.choices import COLDEST
 from smoe.generation.prompt_images import PromptImages
-from smoe.generation.request import Constraint, Request
+from smoe.generation.request import Request
 from smoe.generation.sampling import Sampling
 from smoe.server.choice import ChoiceText
+from smoe.server.constraints import Copied, both
 from smoe.server.fields import Completing, GivenGrammar, RequestFields, ResponseFormat
 from smoe.server.grammar import Grammar
 from smoe.server.image_prompts import Prompt
@@ -40,6 +41,9 @@ class Talk:
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = field(default_factory=list)
     """The tools that the model may call, in the form of chat completions."""
+    enforced: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """{name of a function: the schema that its arguments must match, also where no call is required}; the model does
+    not get this schema."""
     tool_choice: str | dict[str, Any] | None = None
     is_single_call: bool = False
     """Whether the response ends with its first call."""
@@ -103,7 +107,9 @@ def prepare(serving: Serving, asked: RequestFields, talk: Talk, fields: dict[str
     if grammar is not None:
         refuse_endless(asked)
     budget = asked.thinking_budget_tokens if talk.thinking_tokens is None else talk.thinking_tokens
-    constraint = _thinking_budget(serving, at, offered, budget) if grammar is None else grammar
+    constraint: Copied | None = grammar
+    if grammar is None:
+        constraint = both(_calls_grammar(serving, talk, offered, own), _thinking_budget(serving, at, offered, budget))
     wanted = texts_of(ids, sampling, talk.texts, talk.logprobs, constraint, images)
     markers = _left_out(serving.tokenizer, own)
     return Prepared(
@@ -156,14 +162,33 @@ def _grammar(
         if not serving.prompts.format.has_calls:
             message = "this model's format of tool calls is not known; give 'tool_choice' auto"
             raise refused(message, "tool_choice", "unsupported_parameter")
-        rules = serving.prompts.format.must_call(Rules(own), [tool["function"] for tool in must])
+        rules = serving.prompts.format.must_call(Rules(own), _as_enforced(talk, must))
         return serving.grammars.of_lark(rules, "tools")
     grammar = grammar_of(serving, talk.grammar, talk.schema, talk.schema_field)
     if talk.schema is None or not callable:
         return grammar
-    functions = [tool["function"] for tool in callable]
-    rules = serving.prompts.format.call_or_json(Rules(own), functions, talk.schema)
+    rules = serving.prompts.format.call_or_json(Rules(own), _as_enforced(talk, callable), talk.schema)
     return serving.grammars.of_lark(rules, talk.schema_field)
+
+
+def _calls_grammar(
+    serving: Serving, talk: Talk, offered: Sequence[dict[str, Any]], own: Mapping[str, int]
+) -> Grammar | None:
+    """Return the grammar that calls within a free text must match. None if no function's arguments are enforced, or if
+    the model's format has no token that begins a call."""
+    if not talk.enforced or not offered or not serving.prompts.format.has_calls:
+        return None
+    rules = serving.prompts.format.text_or_calls(Rules(own), _as_enforced(talk, offered), sorted(serving.ends))
+    return None if rules is None else serving.grammars.of_lark(rules, "tools")
+
+
+def _as_enforced(talk: Talk, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the functions of `tools`, with the schemas that their arguments must match."""
+    functions = [tool["function"] for tool in tools]
+    return [
+        {**each, "parameters": talk.enforced[each["name"]]} if each["name"] in talk.enforced else each
+        for each in functions
+    ]
 
 
 def grammar_of(
@@ -289,13 +314,6 @@ def _left_out(tokenizer: Any, tokens: Mapping[str, int]) -> dict[int, str]:
     """Return {id: text} of the special tokens among `tokens`. Decoding leaves special tokens out of the text."""
     added = tokenizer.added_tokens_decoder
     return {token: text for text, token in tokens.items() if added[token].special}
-
-
-class Copied(Constraint, Protocol):
-    """The interface of a constraint on the next token that is copied for each text."""
-
-    def another(self) -> Copied:
-        """Return a copy for another text that has the same prompt."""
 
 
 def sampling_of(asked: RequestFields, model: PreTrainedModel, max_new_tokens: int) -> Sampling:

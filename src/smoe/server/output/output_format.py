@@ -109,6 +109,18 @@ class OutputFormat:
         """Return a grammar that allows a tool call of one of the functions, or an answer in JSON of a schema."""
         return rules.lark([*self._calls_of(rules, functions), rules.add(rules.text(self.answered), rules.json(schema))])
 
+    def text_or_calls(self, rules: Rules, functions: Sequence[Mapping[str, Any]], ends: Sequence[int]) -> str | None:
+        """Return a grammar of any text that may contain calls of the functions, each after the token by which calls
+        begin in this format. None if calls begin with no token of their own. `ends`: the model's end tokens."""
+        calls = self._calls_of(rules, functions)
+        begins = [rules.first_token(call) for call in calls]
+        if any(token is None for token in begins):
+            return None
+        excluded = ",".join(str(token) for token in sorted({*begins, *ends}, key=int))
+        text = rules.add(f"<[^{excluded}]>*")
+        again = rules.add(rules.any_of(calls), text)
+        return rules.lark([rules.add(text, f"{again}*")])
+
     def _calls_of(self, rules: Rules, functions: Sequence[Mapping[str, Any]]) -> list[str]:
         """Add the rules of a call of each function, and return their names."""
         assert self.calls is not None, "a format without calls has no grammar of them"
@@ -291,6 +303,9 @@ class Channels(OutputFormat):
 
     def can_call_or_json(self, schema: Mapping[str, Any]) -> bool:
         return True
+
+    def text_or_calls(self, rules: Rules, functions: Sequence[Mapping[str, Any]], ends: Sequence[int]) -> str | None:
+        return None  # every message begins with the same token
 
     def _calls_of(self, rules: Rules, functions: Sequence[Mapping[str, Any]]) -> list[str]:
         starts = []

@@ -7,6 +7,7 @@ decides whether the value is a string or a number.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,9 +15,14 @@ from smoe.server.problem import refused
 
 _LITERALS = {"True": True, "False": False, "None": None}
 """{text: value} of the constants of Python's syntax."""
+WHOLE_PATTERN = "x-smoe-pattern"
+"""A keyword of the schemas that are made here: a regular expression for the whole of a string. JSON schemas have only
+`pattern`, for a part of it, or with anchors."""
 _ROOT = "whole"
 _DEEPEST = 16
 """The maximum number of references that are followed in succession."""
+_IN_LINE = re.compile(r"\\.|[/\n\r]", re.S)
+_ESCAPES = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
 
 
 def parameters_of(function: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,7 +134,10 @@ def fixed_texts(schema: Mapping[str, Any]) -> list[str]:
 
 
 def pattern_of(schema: Mapping[str, Any]) -> str:
-    """Return a regular expression for strings whose length a schema allows."""
+    """Return a regular expression for the strings that a schema allows by their length, or by `WHOLE_PATTERN`. In the
+    grammar's notation, it stands between slashes in one line."""
+    if isinstance(schema.get(WHOLE_PATTERN), str):
+        return _IN_LINE.sub(lambda found: _ESCAPES.get(found[0], found[0]), f"(?:{schema[WHOLE_PATTERN]})")
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     return "(?s:.*)" if not least and most == "" else f"(?s:.{{{least},{most}}})"
 

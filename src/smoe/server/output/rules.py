@@ -40,6 +40,14 @@ class Rules:
         self._lines.append(f"{name}{options}: {' '.join(part for part in parts if part) or _literal('')}")
         return name
 
+    def first_token(self, name: str) -> int | None:
+        """Return the id of the mark with which the texts of a rule begin; None if they begin with other text."""
+        first = self._lines[int(name.removeprefix("r_"))].partition(": ")[2].partition(" ")[0]
+        if first.startswith("r_"):
+            return self.first_token(first)
+        found = re.fullmatch(r"<\[(\d+)\]>", first)
+        return None if found is None else int(found[1])
+
     def any_of(self, parts: Sequence[str]) -> str:
         """Add a rule that matches any one of the given parts. Return the rule's name."""
         return self.add(" | ".join(parts))
