@@ -78,9 +78,11 @@ test-optional:
 	$(VENV)-aider/bin/python -m pip install --quiet --no-compile aider-chat
 	$(PYTHON) -m venv $(VENV)-llama-index
 	$(VENV)-llama-index/bin/python -m pip install --quiet --no-compile llama-index-llms-openai-like
+	$(PYTHON) -m venv $(VENV)-open-webui
+	$(PYTHON) -m tests.clients.open_webui_packages $(VENV)-open-webui/bin/python
 	mkdir -p $(VENV)-npm && cp tests/clients/scripts/package.json $(VENV)-npm/ && npm install --no-audit --no-fund --prefix $(VENV)-npm
 	SMOE_LLAMA_CPP=$(SMOE_LLAMA_CPP) SMOE_AIDER=$(abspath $(VENV)-aider/bin/aider) SMOE_NPM=$(abspath $(VENV)-npm) \
-	    SMOE_LLAMA_INDEX=$(abspath $(VENV)-llama-index/bin/python) $(VENV)-optional/bin/python -m pytest --none-needs emulated --none-needs Chromium \
+	    SMOE_LLAMA_INDEX=$(abspath $(VENV)-llama-index/bin/python) SMOE_OPEN_WEBUI=$(abspath $(VENV)-open-webui/bin/open-webui) $(VENV)-optional/bin/python -m pytest --none-needs emulated --none-needs Chromium \
 	    --none-needs Ray --none-needs llama.cpp --none-needs client --none-needs aider --none-needs systemd --none-needs npm tests/kernels/test_on_aarch64.py tests/server/test_page.py \
 	    tests/cluster/test_on_ray.py tests/eval/test_questions.py tests/conversation/test_published_templates.py \
 	    tests/models/test_gguf_tokenizer.py tests/models/test_llama_cpp_converter.py tests/server/test_published_outputs.py tests/server/test_format_matrix.py tests/server/test_messages.py \
@@ -157,4 +159,4 @@ gpu:
 	PYTHONPATH=src HF_HUB_OFFLINE=1 $(GPU_PYTHON) -m bench.gpu --out $(GPU_OUT)
 
 clean:
-	rm -rf $(VENV) $(VENV)-docs $(VENV)-lock $(VENV)-optional $(VENV)-aider $(VENV)-llama-index $(VENV)-npm build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-lock $(VENV)-optional $(VENV)-aider $(VENV)-llama-index $(VENV)-open-webui $(VENV)-npm build .pytest_cache .mypy_cache .ruff_cache

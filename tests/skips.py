@@ -57,7 +57,7 @@ GROUPS = (
     Group(
         "a client of the server: a package of Python",
         "could not import '(anthropic|instructor|langchain\\w*(\\.messages)?|litellm|ollama|pydantic_ai)'"
-        "|SMOE_LLAMA_INDEX names no",
+        "|SMOE_(LLAMA_INDEX|OPEN_WEBUI) names no",
         OPTIONAL,
     ),
     Group("clients and agents of npm", "SMOE_NPM names no", OPTIONAL),

@@ -34,7 +34,9 @@ def _anthropic(url: str) -> Any:
     from pydantic_ai.models.anthropic import AnthropicModel
     from pydantic_ai.providers.anthropic import AnthropicProvider
 
-    return AnthropicModel("demo", provider=AnthropicProvider(base_url=url, api_key="a-key"))
+    # by the model's name it finds what a model of Anthropic supports
+    profile = {"supports_json_schema_output": True}
+    return AnthropicModel("demo", provider=AnthropicProvider(base_url=url, api_key="a-key"), profile=profile)
 
 
 def _ollama(url: str) -> Any:

@@ -60,7 +60,7 @@ def pattern_of_lark(grammar: str, param: str) -> str:
     return _Rules(grammar, param).pattern_of("start")
 
 
-class _Token(NamedTuple):
+class _LarkToken(NamedTuple):
     kind: str
     text: str
 
@@ -113,7 +113,7 @@ class _Rules:
                 raise _invalid(f"common.{name[:60]} is not supported; write it as a terminal", self._param)
             self._patterns[found["alias"] or name] = _COMMON[name]
 
-    def _tokens(self, body: str) -> list[_Token]:
+    def _tokens(self, body: str) -> list[_LarkToken]:
         tokens, place = [], 0
         while place < len(body):
             found = _TOKEN.match(body, place)
@@ -121,7 +121,7 @@ class _Rules:
                 raise _invalid(f"{body[place : place + 60].strip()!r} is not supported", self._param)
             kind = next(kind for kind in ("blank", "string", "regexp", "repeat", "name", "sign") if found[kind])
             if kind != "blank":
-                tokens.append(_Token(kind, found[0]))
+                tokens.append(_LarkToken(kind, found[0]))
             place = found.end()
         return tokens
 
@@ -129,7 +129,7 @@ class _Rules:
 class _Expression:
     """The body of one rule: alternatives of sequences."""
 
-    def __init__(self, rules: _Rules, tokens: list[_Token], param: str) -> None:
+    def __init__(self, rules: _Rules, tokens: list[_LarkToken], param: str) -> None:
         self._rules, self._tokens, self._param = rules, tokens, param
         self._place = self._depth = 0
 
@@ -156,7 +156,7 @@ class _Expression:
             parts.append(self._repeated(self._atom(token)))
         return self._checked("".join(parts))
 
-    def _atom(self, token: _Token) -> str:
+    def _atom(self, token: _LarkToken) -> str:
         match token.kind:
             case "string":
                 text = self._text_of(token)
@@ -191,19 +191,19 @@ class _Expression:
             return f"(?:{atom}){{{least},{most or least}}}"
         return f"(?:{atom}){''.join(token.text.split())}"
 
-    def _text_of(self, token: _Token) -> str:
+    def _text_of(self, token: _LarkToken) -> str:
         quoted = token.text.removesuffix("i")
         try:
             return str(json.loads(re.sub(r"\\x([0-9a-fA-F]{2})", r"\\u00\1", quoted).replace("\\'", "'"), strict=False))
         except ValueError:
             raise _invalid(f"{quoted[:60]} is no string", self._param) from None
 
-    def _next(self) -> _Token | None:
+    def _next(self) -> _LarkToken | None:
         return self._tokens[self._place] if self._place < len(self._tokens) else None
 
     def _takes(self, sign: str) -> bool:
         token = self._next()
-        found = token is not None and token == _Token("sign", sign)
+        found = token is not None and token == _LarkToken("sign", sign)
         self._place += found
         return found
 

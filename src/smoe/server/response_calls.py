@@ -51,6 +51,11 @@ class _CustomCall(CallItem):
 
     prefix = "ctc_"
 
+    def __init__(self, call: Part, origin: ToolOrigin) -> None:
+        super().__init__(call, origin)
+        self._place = 0
+        """The index in the arguments up to which the input is decoded; 0: its beginning has not been found."""
+
     def write(self, text: str) -> Iterator[CallEvent]:
         self.arguments += text
         found = _INPUT_BEGINS.match(self.arguments) if not self._place else None
@@ -70,8 +75,6 @@ class _CustomCall(CallItem):
         yield "custom_tool_call_input.done", {"input": self.item["input"]}
 
     def _begun(self, call: Part, origin: ToolOrigin) -> dict[str, Any]:
-        self._place = 0
-        """The index in the arguments up to which the input is decoded; 0: its beginning has not been found."""
         return {"type": "custom_tool_call", **_named(call, origin), "input": "", "status": "in_progress"}
 
     def _add(self, text: str) -> Iterator[CallEvent]:
@@ -158,10 +161,10 @@ def called(item: dict[str, Any]) -> tuple[Any, Any]:
     """Return the name and the arguments, as JSON text, of the function call that stands for an item of an `input`."""
     kind, action = item["type"], item.get("action")
     if kind in ("local_shell_call", "shell_call"):
-        function = SHELLS[kind.removesuffix("_call")]
-        known = function["parameters"]["properties"] if isinstance(action, dict) else {}
-        given = {name: action[name] for name in known if action.get(name) not in (None, {})} if known else {}
-        return function["name"], json.dumps(given, ensure_ascii=False)
+        function, given = SHELLS[kind.removesuffix("_call")], action if isinstance(action, dict) else {}
+        known = {name: given.get(name) for name in function["parameters"]["properties"]}
+        wanted = {name: value for name, value in known.items() if value not in (None, {})}
+        return function["name"], json.dumps(wanted, ensure_ascii=False)
     name = full_name(item["namespace"], item.get("name")) if item.get("namespace") else item.get("name")
     if kind == "custom_tool_call":
         return name, arguments_of_input(item.get("input", ""))

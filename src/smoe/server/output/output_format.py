@@ -113,10 +113,10 @@ class OutputFormat:
         """Return a grammar of any text that may contain calls of the functions, each after the token by which calls
         begin in this format. None if calls begin with no token of their own. `ends`: the model's end tokens."""
         calls = self._calls_of(rules, functions)
-        begins = [rules.first_token(call) for call in calls]
-        if any(token is None for token in begins):
+        begins = {token for call in calls if (token := rules.first_token(call)) is not None}
+        if not begins or not all(rules.first_token(call) in begins for call in calls):
             return None
-        excluded = ",".join(str(token) for token in sorted({*begins, *ends}, key=int))
+        excluded = ",".join(map(str, sorted({*begins, *ends})))
         text = rules.add(f"<[^{excluded}]>*")
         again = rules.add(rules.any_of(calls), text)
         return rules.lark([rules.add(text, f"{again}*")])
