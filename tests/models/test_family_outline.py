@@ -116,7 +116,8 @@ def test_published_configurations_of_few_layers(name: str, tmp_path: Path) -> No
     published = PUBLISHED[name]
     few = {**published.config, "num_hidden_layers": 4, "layer_types": None}
     if "text_config" in few:
-        few["text_config"] = {**few["text_config"], "num_hidden_layers": 4}
+        text = {key: value for key, value in few["text_config"].items() if key != "layer_types"}
+        few["text_config"] = text | {"num_hidden_layers": 4}
     folder = Published({key: value for key, value in few.items() if value is not None}).write(tmp_path)
     if published.hf_quant_config is not None:
         (folder / "hf_quant_config.json").write_text(json.dumps(published.hf_quant_config))
