@@ -88,7 +88,8 @@ def image_workspace_of(config: Any, tokens: int, item: int) -> ImageWorkspace:
     side = _largest(vision, "patch_size") or 16
     pixels = 3 * side * side * (_largest(vision, "temporal_patch_size") or 1)
     patches = tokens * _patches_per_token(vision)
-    patch = pixels * (4 + item) + hidden * (_HIDDEN_COPIES * item + 16) + inner * 3 * item
+    # of a patch: its pixels as read and in the model's dtype, some tensors of the hidden size in float32
+    patch = pixels * (4 + item) + hidden * ((_HIDDEN_COPIES + 4) * item + 5 * 4) + inner * 3 * item
     layers = 1 + len(getattr(vision, "deepstack_visual_indexes", None) or ())
     return ImageWorkspace(_FLOOR_BYTES + patches * patch, int(text.hidden_size) * layers * item)
 
