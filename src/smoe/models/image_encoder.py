@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from smoe.errors import UnsupportedModelError
 from smoe.models.image_families import image_family, sees_ahead
+from smoe.models.wide_linears import is_bf16_slow, widen
 
 _GRID = "image_grid_thw"
 """The name of the tensor [1, 3] with an image's numbers of patches in time, height and width."""
@@ -53,6 +54,9 @@ class ImageEncoder:
                 "`images` needs a version of transformers whose models take the results of an image encoder "
                 "(`mm_encoder_outputs`); upgrade transformers to 5.20 or later, or leave out `images`"
             )
+        if is_bf16_slow():
+            for path in self._family.encoder:
+                widen(model.get_submodule(path))
 
     def encode(self, inputs: Mapping[str, torch.Tensor]) -> Features:
         """Return the features of one image. `inputs`: the tensors that transformers' image processor makes of it."""

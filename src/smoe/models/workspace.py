@@ -19,6 +19,8 @@ _HIDDEN_COPIES = 10
 combination."""
 _ROUTER_COPIES = 4
 _FLOOR_BYTES = 1 << 20
+WIDE_ROWS = 512
+"""The number of rows that the image encoder computes in float32 at a time."""
 PIECE_ELEMENTS = 2**22
 """The number of elements of quantized non-expert weights that are dequantized at once (`quantised_linear.py`)."""
 KERNEL_CACHE_BYTES = 128 * 2**20
@@ -91,7 +93,8 @@ def image_workspace_of(config: Any, tokens: int, item: int) -> ImageWorkspace:
     # of a patch: its pixels as read and in the model's dtype, some tensors of the hidden size in float32
     patch = pixels * (4 + item) + hidden * ((_HIDDEN_COPIES + 4) * item + 5 * 4) + inner * 3 * item
     layers = 1 + len(getattr(vision, "deepstack_visual_indexes", None) or ())
-    return ImageWorkspace(_FLOOR_BYTES + patches * patch, int(text.hidden_size) * layers * item)
+    wide = 4 * (hidden * inner + WIDE_ROWS * (hidden + inner))  # one product in float32 (`wide_linears.py`)
+    return ImageWorkspace(_FLOOR_BYTES + wide + patches * patch, int(text.hidden_size) * layers * item)
 
 
 def _patches_per_token(vision: Any) -> int:
