@@ -29,6 +29,7 @@ Toy = Callable[..., Path]
 
 FOR_POSIX_ALONE = {
     "memory/arena.py": "MAP_PRIVATE MAP_ANONYMOUS",  # Windows leaves the function before
+    "memory/page_cache.py": "geteuid O_CLOEXEC PROT_READ MAP_SHARED POSIX_FADV_DONTNEED posix_fadvise preadv",  # Linux
     "memory/expert_files.py": "fcntl pread POSIX_FADV_DONTNEED",  # `opening` gives Windows another; asked for before
     "machine/disk_rates.py": "POSIX_FADV_DONTNEED",  # where there is posix_fadvise
     "memory/stored_rows.py": "POSIX_FADV_WILLNEED",  # likewise

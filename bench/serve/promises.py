@@ -11,6 +11,8 @@ from smoe.server import answers, local_answers, response_answers
 
 _STATES = ("/health", "/healthz", "/ready")
 """Paths that say by 503 how the server is."""
+_ANSWERS = (answers, response_answers, local_answers)
+"""The modules that declare the bodies of answers."""
 _EVENTS, _LINES = "text/event-stream", "application/x-ndjson"
 
 
@@ -46,7 +48,7 @@ class Promises:
 
 def _model(reference: dict[str, str]) -> type[BaseModel]:
     name = reference["$ref"].rsplit("/", 1)[1]
-    model: type[BaseModel] = getattr(answers, name, None) or getattr(local_answers, name)
+    model: type[BaseModel] = next(getattr(each, name) for each in _ANSWERS if hasattr(each, name))
     return model
 
 

@@ -43,6 +43,7 @@ GIVEN = {
     "lend_reserve": ("off", False),
     "placement": ("round-robin", "round-robin"),
     "preload": ("off", False),
+    "self_test": ("always", "always"),
     "recent_costs": ("4", 4),
     "score_window": ("8", 8),
     "draft_start": ("late", "late"),

@@ -313,6 +313,6 @@ def test_code_is_made_for_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_without_the_compiler_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "llvm", lambda: None)
-    monkeypatch.setattr(jit, "_version", lambda: "")
+    monkeypatch.setattr(jit, "llvmlite_version", lambda: "")
     monkeypatch.setattr(jit, "_host_features", jit._host_features.__wrapped__)
     assert not spinning_pool.is_supported()

@@ -227,9 +227,9 @@ def test_whether_reads_pass_the_page_cache_is_decided_once(
     monkeypatch.setattr("smoe.load.engine_parts.free_device_bytes", lambda device: (0, "test"))
 
     class Asked(DiskReader):
-        def __init__(self, direct: bool) -> None:
+        def __init__(self, direct: bool, cached_first: bool) -> None:
             asked.append(direct)
-            super().__init__(direct)
+            super().__init__(direct, cached_first=cached_first)
 
     class Made(Arena):
         def __init__(self, sizes: Any, device: Any, huge_pages: bool = False) -> None:

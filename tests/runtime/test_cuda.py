@@ -241,14 +241,14 @@ def test_lossless_presets_and_batches(way: str, rows: int, toy: Callable[..., Pa
 @pytest.mark.parametrize("prefetch_what", ["top-score", "chosen"])
 def test_the_look_ahead_happens_and_harms_nothing(prefetch_what: str, toy: Callable[..., Path], bench: Bench) -> None:
     """A host tier of six slots: loads come from disk, so there is always something to wait for."""
-    folder = toy("qwen3_moe", dtype=torch.bfloat16, **BIG, moe_intermediate_size=1024)
+    folder = toy("qwen3_moe", **BIG, moe_intermediate_size=1024)
     host_memory_bytes = 6 * bench.demand(folder).slot_bytes
     model = bench.open(
         folder, "half", prefetch="look-ahead", prefetch_what=prefetch_what, host_memory_bytes=host_memory_bytes
     )
     expected = bench.reference_steps(folder)
     for _ in range(2):
-        assert_close(bench.steps(model), expected, BF16_ROUNDING)
+        assert_close(bench.steps(model), expected, FP32_ROUNDING)
     counters = model.offload.stats()
     assert counters.look_aheads > 0 and counters.prefetches > 0
     model.offload.executor.table.check()

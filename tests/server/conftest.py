@@ -113,7 +113,7 @@ def demo_tokenizer() -> Any:
 @pytest.fixture(scope="session")
 def demo() -> Iterator[PreTrainedModel]:
     """The embedded model, with places for four texts."""
-    model = from_pretrained("demo", memory="48MiB", context_tokens=384, max_sequences=4)
+    model = from_pretrained("demo", memory="48MiB", context_tokens=384, max_sequences=4, kernels="torch")
     with model.offload:
         yield model
 

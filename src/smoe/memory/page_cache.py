@@ -8,16 +8,17 @@ nothing.
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import sys
-
-import numpy as np
 
 _SAMPLES = 256
 """The number of pages, evenly spaced over the file, that are examined when it is opened."""
 _MISSES = 64
 """After this many uncached ranges in a row, no more ranges are examined."""
+_FAILED = ctypes.c_void_p(-1).value
+"""What mmap(2) returns after an error."""
 
 
 class CachedFile:
@@ -30,8 +31,8 @@ class CachedFile:
     def __init__(self, descriptor: int) -> None:
         """`descriptor`: a file that is open for buffered reads; it is closed by `close`."""
         self._descriptor = descriptor
-        self._map = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
-        self._begin = int(np.frombuffer(self._map, np.uint8).ctypes.data)
+        self._nbytes = os.fstat(descriptor).st_size
+        self._begin = _mapped(descriptor, self._nbytes)
         self._misses = 0
 
     @property
@@ -52,20 +53,20 @@ class CachedFile:
 
     def has_any(self) -> bool:
         """Return whether one of some evenly spaced pages is cached."""
-        pages = -(-len(self._map) // mmap.PAGESIZE)
+        pages = -(-self._nbytes // mmap.PAGESIZE)
         step = max(1, pages // _SAMPLES)
         return any(self._has(page * mmap.PAGESIZE, 1) for page in range(0, pages, step))
 
     def close(self) -> None:
-        self._map.close()
+        _libc().munmap(self._begin, self._nbytes)
         os.close(self._descriptor)
 
     def _has(self, offset: int, nbytes: int) -> bool:
-        nbytes = min(nbytes, len(self._map) - offset)
+        nbytes = min(nbytes, self._nbytes - offset)
         if nbytes <= 0:
             return False
         states = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
-        if _mincore(self._begin + offset, nbytes, states):
+        if _libc().mincore(self._begin + offset, nbytes, states):
             return False
         return min(bytes(states)) & 1 == 1
 
@@ -91,11 +92,22 @@ def _may_ask(descriptor: int, path: str | os.PathLike[str]) -> bool:
     return state.st_size > 0 and (state.st_uid == os.geteuid() or os.access(path, os.W_OK))
 
 
-def _system_mincore() -> ctypes._CFuncPtr:  # type: ignore[name-defined]
-    function = ctypes.CDLL(None).mincore
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-    return function
+def _mapped(descriptor: int, nbytes: int) -> int:
+    """Map a file into the address space, without reading it, and return the address. (Python's `mmap` objects do not
+    state their address.) Raises `OSError`."""
+    address: int | None = _libc().mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+    if address is None or address == _FAILED:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return address
 
 
-if sys.platform == "linux":
-    _mincore = _system_mincore()
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    """Return the C library, with the types of the functions that are used here."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    return libc

@@ -39,8 +39,3 @@ class Both:
         """Record the chosen token."""
         self._first.take(token)
         self._second.take(token)
-
-
-def both(first: Copied | None, second: Copied | None) -> Copied | None:
-    """Return the constraint that combines two; None if both are None."""
-    return second if first is None else first if second is None else Both(first, second)

@@ -184,7 +184,7 @@ class Prompts:
 
     def _content(self, message: dict[str, Any], param: str, urls: list[str]) -> str | list[dict[str, Any]]:
         content = message.get("content")
-        if not has_images(content):
+        if not (isinstance(content, list) and has_images(content)):
             return text_of(content, param)
         if self._images is None:
             raise refused(f"{self._why_no_images}; a message has an image", param)

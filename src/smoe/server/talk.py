@@ -17,7 +17,7 @@ from smoe.generation.prompt_images import PromptImages
 from smoe.generation.request import Request
 from smoe.generation.sampling import Sampling
 from smoe.server.choice import ChoiceText
-from smoe.server.constraints import Copied, both
+from smoe.server.constraints import Both, Copied
 from smoe.server.fields import Completing, GivenGrammar, RequestFields, ResponseFormat
 from smoe.server.grammar import Grammar
 from smoe.server.image_prompts import Prompt
@@ -109,7 +109,9 @@ def prepare(serving: Serving, asked: RequestFields, talk: Talk, fields: dict[str
     budget = asked.thinking_budget_tokens if talk.thinking_tokens is None else talk.thinking_tokens
     constraint: Copied | None = grammar
     if grammar is None:
-        constraint = both(_calls_grammar(serving, talk, offered, own), _thinking_budget(serving, at, offered, budget))
+        constraint, end = _calls_grammar(serving, talk, offered, own), _thinking_budget(serving, at, offered, budget)
+        if end is not None:
+            constraint = end if constraint is None else Both(constraint, end)
     wanted = texts_of(ids, sampling, talk.texts, talk.logprobs, constraint, images)
     markers = _left_out(serving.tokenizer, own)
     return Prepared(
