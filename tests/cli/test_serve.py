@@ -32,7 +32,7 @@ from tests.cli.conftest import Run
 from tests.forked import Forked
 from tests.toy import TEMPLATE, save_toy
 
-DEMO = ("serve", "demo", "--memory", "48MiB", "--context", "384")
+DEMO = ("serve", "demo", "--memory", "48MiB", "--context", "384", "--kernels", "torch")  # the same bits on every CPU
 QUESTION = [{"role": "user", "content": "Who went to the park?"}]
 
 
