@@ -168,7 +168,7 @@ def read_array(header: GgufHeader, key: str) -> list[Any]:
         check_identity(header.path, file.fileno(), header.identity)
         reader = _Reader(header.path, file, header.identity.nbytes, array.offset)
         if array.kind == _STRING:
-            return [reader.text(f"an entry of {key!r}", _MAX_TEXT_BYTES) for _ in range(array.count)]
+            return reader.texts(array.count, f"an entry of {key!r}", _MAX_TEXT_BYTES)
         size = array.count * struct.calcsize(_SCALARS[array.kind])
         return list(struct.unpack(f"<{array.count}{_SCALARS[array.kind]}", reader.take(size, repr(key))))
 
@@ -238,6 +238,32 @@ class _Reader:
             return self.take(length, what).decode("utf-8")
         except UnicodeDecodeError as error:
             self.fail(f"{what} is no text: {error.reason}")
+
+    def texts(self, count: int, what: str, most: int) -> list[str]:
+        """Return `count` strings. Like `skip_texts`, this is fast for strings within the buffered bytes."""
+        found: list[str] = []
+        while len(found) < count:
+            found += self._buffered_texts(count - len(found), most)
+            if len(found) < count:
+                found.append(self.text(what, most))  # it fills the buffer, or raises the error
+        return found
+
+    def _buffered_texts(self, count: int, most: int) -> list[str]:
+        """Return the next strings that are whole within the buffered bytes, `count` at most. Stop before a string that
+        is too long or no text."""
+        length_at, window, start = struct.Struct("<Q").unpack_from, self._window, self.position - self._begin
+        found: list[str] = []
+        try:
+            while len(found) < count and start + 8 <= len(window):
+                end = start + 8 + length_at(window, start)[0]
+                if end > len(window) or end - start - 8 > most:
+                    break
+                found.append(window[start + 8 : end].decode("utf-8"))
+                start = end
+        except UnicodeDecodeError:
+            pass  # `text` raises an error with the file's name
+        self.position = self._begin + start
+        return found
 
     def fail(self, why: str) -> NoReturn:
         raise CheckpointError(f"{self.path} is damaged or cut short: {why}; download it again")
