@@ -260,8 +260,8 @@ def command(
 ) -> None:
     """Serve a model over HTTP with OpenAI's API.
 
-    Several requests are decoded together (--max-sequences; by default 4), each with the same result as alone. Listens
-    on this machine only, unless --host is given.
+    Several requests are decoded together (--max-sequences; by default 4), each with the same result as alone up to
+    rounding. Listens on this machine only, unless --host is given.
     """
     from smoe.machine.native_heap import bound_heap
     from smoe.server.installed import check_server
