@@ -91,6 +91,21 @@ def test_a_load_with_stored_results_enters_no_reference(
     oracle.assert_same_steps(*(oracle.greedy(model) for model in models))
 
 
+def test_interleaved_experts_are_tested_themselves(tmp_path: Path, open_model: Callable[..., Any]) -> None:
+    """Rows of experts are interleaved where most of them fit: other kernels compute them, which were not tested with
+    less memory."""
+    promised.needs(widest() is not None and not promised.disagreeing, promised.MACHINE_CODE)
+    place = gguf_toy.quantised(tmp_path / "toy.gguf", "Q4_K_M", head_dim=64)[0]
+    found = []
+    for budget in ("half", "full", "half", "full"):
+        engine = open_model(place, budget, kernels="own-order").offload
+        maths = engine.executor.compute.experts.maths.values()
+        found.append((any(math.is_interleaved for math in maths), engine.self_test))
+        engine.close()
+    promised.needs(found[1][0] and not found[0][0], "interleaved rows")
+    assert [when for _, when in found] == ["now", "now", "earlier", "earlier"]
+
+
 CHANGES: dict[str, Callable[[pytest.MonkeyPatch, Path], dict[str, Any] | None]] = {
     "a limit of torch's instruction sets": lambda patch, _: patch.setenv("ATEN_CPU_CAPABILITY", "default"),
     "a limit of oneDNN's": lambda patch, _: patch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2"),

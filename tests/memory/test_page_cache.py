@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,11 @@ from tests.memory.pages import DATA, SIZE, pages
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mincore is used on Linux only")
 
 
+def opened(path: Path) -> CachedFile | None:
+    with path.open("rb") as file:
+        return cached_file(path, file.fileno())
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A file on a disk, of which every page is in the page cache."""
@@ -31,7 +37,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def cached(path: Path) -> Iterator[CachedFile]:
-    found = cached_file(path)
+    found = opened(path)
     assert found is not None
     yield found
     found.close()
@@ -55,7 +61,7 @@ def test_a_range_of_which_a_page_is_missing_counts_as_missing(tmp_path: Path, bu
     holed = tmp_path / "holed"
     holed.write_bytes(DATA)
     os.truncate(holed, 64 * PAGE)
-    found = cached_file(holed)
+    found = opened(holed)
     assert found is not None
     assert found.read_into(buffer[: 30 * PAGE], 10 * PAGE) == 0
     assert found.read_into(buffer[: 10 * PAGE], 10 * PAGE) == 10 * PAGE
@@ -66,12 +72,12 @@ def test_a_file_that_is_not_cached_is_not_opened(tmp_path: Path) -> None:
     hole = tmp_path / "hole"
     hole.touch()
     os.truncate(hole, 64 * PAGE)
-    assert cached_file(hole) is None
+    assert opened(hole) is None
 
 
 def test_examination_ends_after_many_misses(path: Path, buffer: memoryview, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_cache, "_MISSES", 2)
-    found = cached_file(path)
+    found = opened(path)
     assert found is not None
     assert found.read_into(buffer[:PAGE], 64 * PAGE) == 0 and found.is_useful  # beyond the end
     assert found.read_into(buffer[:PAGE], 0) == PAGE and found.is_useful
@@ -109,4 +115,23 @@ def test_another_user_s_file_is_not_examined(path: Path, monkeypatch: pytest.Mon
     """Of such a file mincore says that every page is cached."""
     monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert cached_file(path) is None
+    assert opened(path) is None
+
+
+def test_another_file_of_the_same_name_is_not_read(path: Path) -> None:
+    with path.open("rb") as file:
+        path.unlink()
+        path.write_bytes(DATA[::-1])
+        assert cached_file(path, file.fileno()) is None
+
+
+def test_a_file_that_cannot_be_mapped_is_read_directly(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the address space is limited, for example."""
+
+    def refuse(*_: int) -> int:
+        raise OSError(errno.ENOMEM, "no address space left")
+
+    monkeypatch.setattr(page_cache, "_mapped", refuse)
+    before = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    assert opened(path) is None
+    assert sum(1 for _ in Path("/proc/self/fd").iterdir()) == before

@@ -190,6 +190,12 @@ class ExpertMath:
         return self.hidden, self.inner
 
     @property
+    def subject(self) -> tuple[object, ...]:
+        """What results of proofs of these experts hold for: their kind, and the layout of their weights in slots, which
+        depends on how many experts fit."""
+        return self.kind
+
+    @property
     def is_movable(self) -> bool:
         """Whether another device can compute these experts, because it needs only their weights."""
         return self._post_norm is None

@@ -188,6 +188,10 @@ class QuantisedMath(ExpertMath):
     def kind(self) -> tuple[object, ...]:
         return (*super().kind, *(each.form.name for each in self._stored))
 
+    @property
+    def subject(self) -> tuple[object, ...]:
+        return (*self.kind, *(each.form.rows for each in self._stored))
+
     def bind(self, arena: Arena, slot: int, offsets: Mapping[str, int]) -> Weights:
         data, rows = [], arena.tensor(slot)
         for each in self._stored:

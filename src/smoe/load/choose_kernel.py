@@ -182,7 +182,7 @@ def agreeing_kernels(
         math = experts.maths[place]
         if math.kind in found:
             continue
-        subject = math.kind, place, math.sums_as_weights, pool.kind
+        subject = math.subject, place, math.sums_as_weights, pool.kind
         rows = verdicts.of("experts by our kernel", subject, partial(_proven_rows, prover, experts, place, pool))
         if rows is None:
             return None

@@ -104,7 +104,7 @@ def proven_sums(
     for site in kinds.values():
         for form, of in checkpoint.items():
             given = site, modules[site.name], of[site.layer], prover, experts, dtype, form
-            subject = site.layer, form, experts.kind(site.layer), experts.sums_as_weights
+            subject = site.layer, form, experts.maths[site.layer, form].subject, experts.sums_as_weights
             sums_as_weights = verdicts.of("experts", subject, partial(_checked_sums, *given))
             if sums_as_weights and not experts.sums_as_weights:
                 experts = experts.summing_as_weights()

@@ -246,7 +246,8 @@ class DiskReader:
         with self._lock:
             if path not in self._files:
                 file = self._open_now(path)
-                cached = cached_file(path) if file.is_direct and self._is_cached_first else None
+                is_asked = file.is_direct and self._is_cached_first
+                cached = cached_file(path, file.descriptor) if is_asked else None
                 if cached is not None:
                     self._cached[path] = cached
                 self._files[path] = file

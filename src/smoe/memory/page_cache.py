@@ -12,6 +12,7 @@ import functools
 import mmap
 import os
 import sys
+from contextlib import suppress
 
 _SAMPLES = 256
 """The number of pages, evenly spaced over the file, that are examined when it is opened."""
@@ -58,8 +59,12 @@ class CachedFile:
         return any(self._has(page * mmap.PAGESIZE, 1) for page in range(0, pages, step))
 
     def close(self) -> None:
-        _libc().munmap(self._begin, self._nbytes)
+        self.unmap()
         os.close(self._descriptor)
+
+    def unmap(self) -> None:
+        """End the examination of the file. The descriptor stays open."""
+        _libc().munmap(self._begin, self._nbytes)
 
     def _has(self, offset: int, nbytes: int) -> bool:
         nbytes = min(nbytes, self._nbytes - offset)
@@ -71,22 +76,30 @@ class CachedFile:
         return min(bytes(states)) & 1 == 1
 
 
-def cached_file(path: str | os.PathLike[str]) -> CachedFile | None:
-    """Open a file of which parts are in the page cache. Return None if none are, or if the system does not say."""
+def cached_file(path: str | os.PathLike[str], opened: int) -> CachedFile | None:
+    """Open a file of which parts are in the page cache. `opened`: a descriptor of the same file.
+
+    Return None if no part is, if the system does not say, if it refuses another descriptor or mapping, or if the path
+    names another file by now. All these only make reads slower.
+    """
     if sys.platform != "linux":
         return None
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    if not _may_ask(descriptor, path):
-        os.close(descriptor)
-        return None
-    found = CachedFile(descriptor)
-    if found.has_any():
-        return found
-    found.close()
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if os.path.sameopenfile(descriptor, opened) and _is_examined(descriptor, path):
+                found = CachedFile(descriptor)
+                if found.has_any():
+                    descriptor = -1
+                    return found
+                found.unmap()
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
     return None
 
 
-def _may_ask(descriptor: int, path: str | os.PathLike[str]) -> bool:
+def _is_examined(descriptor: int, path: str | os.PathLike[str]) -> bool:
     """Return whether mincore examines a file. For files of other users it returns that every page is cached."""
     state = os.fstat(descriptor)
     return state.st_size > 0 and (state.st_uid == os.geteuid() or os.access(path, os.W_OK))
