@@ -1,4 +1,4 @@
-"""Starts of a server as a whole process under a memory limit: how long until the first token, beside the forecast.
+"""Starts of a server as a whole process under a memory limit: the time until the first token, and the forecast.
 
     python -m bench.whole_size.starts FILE.gguf --limit 8GiB --rounds 3 [--isa avx2]
 
@@ -58,9 +58,9 @@ def plan(given: argparse.Namespace) -> dict[str, Any]:
     words = [sys.executable, "-m", "smoe", "plan", str(given.model), "--process-memory", given.limit, "--json"]
     ended = subprocess.run(words, env=environment(given), capture_output=True, text=True, check=True)
     after, said = os.times(), json.loads(ended.stdout)["forecast"]
-    kept = ("tokens_per_second", "tokens_per_second_range", "ttft_seconds", "first_pass_seconds", "is_calibrated")
+    names = ("tokens_per_second", "tokens_per_second_range", "ttft_seconds", "first_pass_seconds", "is_calibrated")
     cpu = after.children_user + after.children_system - before.children_user - before.children_system
-    return {name: said.get(name) for name in kept} | {"plan_cpu_seconds": cpu}
+    return {name: said.get(name) for name in names} | {"plan_cpu_seconds": cpu}
 
 
 def prepare(path: Path, state: str) -> None:

@@ -394,7 +394,8 @@ class EngineConfig(PolicySettings):
         "Whether reads from disk bypass the operating system's page cache. auto: yes, unless RAM can hold the "
         "whole model.",
     )
-    """Whether reads bypass the page cache. auto: on, unless free RAM outside the budget holds the whole model."""
+    """Whether reads bypass the page cache. auto: on, unless free RAM outside the budget holds the whole model; ranges
+    that are in the page cache are then copied from there (`memory/page_cache.py`)."""
     self_test: str = setting(
         ONCE,
         OneOf(ONCE, ALWAYS),

@@ -120,9 +120,9 @@ def open_parts(
     maths = _maths(model, resolved, divided, arena, pacing)
     is_interleaved = any(isinstance(math, QuantisedMath) and math.is_interleaved for math in maths.values())
     arrange = InterleavedSlots(maths) if is_interleaved else None
-    is_free = resolved.config.direct_io == "auto"  # the user has not requested direct reads
+    cached_first = resolved.config.direct_io == "auto"  # with "on" the user requests direct reads in all cases
     classes = ledger.demand.all_classes
-    tiers = make_tiers(resolved.stores, arena, table, classes, config, pacing, on_host_tier, arrange, is_free)
+    tiers = make_tiers(resolved.stores, arena, table, classes, config, pacing, on_host_tier, arrange, cached_first)
     transfers = Transfers(tiers.mover, reading_threads(config), pacing.now)
     made.callback(transfers.close)
     host = _host_experts(model, resolved, divided, tiers, pacing)
@@ -266,9 +266,9 @@ def make_tiers(
     """Return the memory tiers: a host tier and a link for a device with its own memory; for a CPU, reads directly into
     slots, where `arrange` is called with each expert unless it is None.
 
-    `stores` is by format; `classes` are the slot classes of the ledger, of all formats. `cached_first`: direct reads
-    take what the page cache contains from there. `on_host_tier` is called with
-    the bytes of host memory that will be allocated and locked for a GPU.
+    `stores` is by format; `classes` are the slot classes of the ledger, of all formats. `on_host_tier` is called with
+    the bytes of host memory that will be allocated and locked for a GPU. `cached_first`: with direct reads, ranges that
+    are in the page cache are copied from there.
     """
     free, _ = free_device_bytes(torch.device("cpu"))
     total_bytes = sum(store.total_bytes for store in stores.values())

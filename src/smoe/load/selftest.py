@@ -61,7 +61,7 @@ class Prover:
 
     def sample(self, experts: Experts, place: Place) -> Weights | None:
         """Return the weights of a resident expert of this layer and format, after loading one if none is resident.
-        Return None if no slot keeps one."""
+        Return None if the expert does not stay in a slot."""
         layer, form = place
         weights = self._resident(place)
         if weights is None:

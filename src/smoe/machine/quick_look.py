@@ -31,7 +31,7 @@ from smoe.user_cache import cache_folder, keep, read_stored
 _FORMAT = 2
 _SECONDS = 0.1
 """The time for measuring each rate except the disk's, in seconds."""
-_KEPT_SECONDS, _DISTURBED_SECONDS = 24 * 3600.0, 600.0
+_VALID_SECONDS, _DISTURBED_SECONDS = 24 * 3600.0, 600.0
 """How many seconds rates are used, and how many if other programs used the cores while they were measured."""
 _ONE_THREAD = dict.fromkeys(
     ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1"
@@ -62,8 +62,8 @@ def quick_look(expert_bytes: int) -> QuickLook:
     if found is not None:
         return found
     look, is_disturbed = _looked_apart(expert_bytes)
-    kept = _DISTURBED_SECONDS if is_disturbed else _KEPT_SECONDS
-    entry = {"rates": asdict(look), "at": time.time(), "kept_seconds": kept}
+    valid = _DISTURBED_SECONDS if is_disturbed else _VALID_SECONDS
+    entry = {"rates": asdict(look), "at": time.time(), "valid_seconds": valid}
     with suppress(OSError):
         keep(_path(), {"format": _FORMAT, **stored, "machine": describe_machine(), str(expert_bytes): entry})
     return look
@@ -91,7 +91,7 @@ def _fresh(entry: Any) -> QuickLook | None:
     """Return the rates in a stored entry of the cache file; None if the entry is too old or damaged."""
     try:
         look = QuickLook(**entry["rates"])
-        return look if 0 <= time.time() - entry["at"] < entry.get("kept_seconds", _KEPT_SECONDS) else None
+        return look if 0 <= time.time() - entry["at"] < entry["valid_seconds"] else None
     except (TypeError, KeyError, AttributeError):
         return None
 

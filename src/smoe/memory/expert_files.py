@@ -172,8 +172,7 @@ class DiskReader:
     def __init__(self, direct: bool, opened: Opening | None = None, cached_first: bool = False) -> None:
         """`direct`: read past the page cache. `opened`: the function that opens files; None: this system's own.
 
-        `cached_first`: with `direct`, take the ranges that are in the page cache already from there, and drop them from
-        it."""
+        `cached_first`: with `direct`, copy ranges that are in the page cache from there, and drop them from it."""
         self._wants_direct = direct
         self._is_cached_first = cached_first
         self._cached: dict[Path, CachedFile] = {}

@@ -65,7 +65,7 @@ class Family:
     """Whether the fields of the language model are in a nested configuration. Other models are next to it."""
     place: str = "model"
     """The name of the module that contains the embedding and the layers."""
-    beside: Callable[[PlainConfig], Weights] | None = None
+    outside_layers: Callable[[PlainConfig], Weights] | None = None
     """A function that yields the weights outside the layers that only this family has, such as those of the other
     models if they are loaded too."""
     buffers: Callable[[PlainConfig], Mapping[str, Buffer]] | None = None
@@ -136,6 +136,15 @@ _DEEPSEEK_V3 = {
     "topk_group": 4,
 }
 _IN_EVERY_LAYER = {"attention_bias": False, "mlp_bias": False, "index_topk_pattern": None}
+_DEEPSEEK_V3_FAMILY = Family(
+    layers.deepseek_v3,
+    _defaults(129280, 7168, 18432, 61, 128, 128, 4096, **_DEEPSEEK_V3, first_k_dense_replace=3),
+    aliases={"num_local_experts": "n_routed_experts"},
+    usual={"attention_bias": False},
+    cached=layers.latents,
+    correction="mlp.gate.e_score_correction_bias",
+)
+
 FAMILIES: Mapping[str, Family] = {
     "mixtral": Family(
         layers.mixtral,
@@ -203,25 +212,13 @@ FAMILIES: Mapping[str, Family] = {
         usual={"attention_bias": False, "mlp_bias": False},
         cached=layers.latents,
     ),
-    "deepseek_v3": Family(
-        layers.deepseek_v3,
-        _defaults(129280, 7168, 18432, 61, 128, 128, 4096, **_DEEPSEEK_V3, first_k_dense_replace=3),
-        aliases={"num_local_experts": "n_routed_experts"},
-        usual={"attention_bias": False},
-        cached=layers.latents,
-        correction="mlp.gate.e_score_correction_bias",
-    ),
-    "kimi_k25": Family(
-        layers.deepseek_v3,
-        _defaults(129280, 7168, 18432, 61, 128, 128, 4096, **_DEEPSEEK_V3, first_k_dense_replace=3),
-        aliases={"num_local_experts": "n_routed_experts"},
-        usual={"attention_bias": False},
-        cached=layers.latents,
-        correction="mlp.gate.e_score_correction_bias",
+    "deepseek_v3": _DEEPSEEK_V3_FAMILY,
+    "kimi_k25": replace(
+        _DEEPSEEK_V3_FAMILY,
         has_keys=False,
         is_nested=True,
         place="model.language_model",
-        beside=kimi_k25_layers.vision,
+        outside_layers=kimi_k25_layers.vision,
         rotary="model.language_model.rotary_emb",
         final_norm="model.language_model.norm",
         buffers=kimi_k25_layers.buffers,
@@ -240,7 +237,7 @@ FAMILIES: Mapping[str, Family] = {
         by_tokens=deepseek_v4_layers.is_by_tokens,
         correction="mlp.gate.e_score_correction_bias",
         has_keys=False,
-        beside=deepseek_v4_layers.head,
+        outside_layers=deepseek_v4_layers.head,
         rotary=None,
         attention="eager",
         buffers=deepseek_v4_layers.buffers,

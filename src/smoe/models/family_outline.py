@@ -112,8 +112,8 @@ def _weights(c: PlainConfig, family: Family) -> dict[str, Weight]:
     found.update(linear(_OUTPUT.removesuffix(".weight"), c.vocab_size, c.hidden_size, has_bias))
     if c.tie_word_embeddings:
         del found[_OUTPUT]
-    if family.beside is not None:
-        found.update(family.beside(c))
+    if family.outside_layers is not None:
+        found.update(family.outside_layers(c))
     return found
 
 

@@ -83,12 +83,16 @@ class _CustomCall(CallItem):
             yield "custom_tool_call_input.delta", {"delta": text}
 
 
-class _LocalShellCall(CallItem):
-    """A call of the local shell: one command, as a list of strings."""
+class _WholeCall(CallItem):
+    """A call whose arguments are read when they are complete."""
 
     def write(self, text: str) -> Iterator[CallEvent]:
         self.arguments += text
         yield from ()
+
+
+class _LocalShellCall(_WholeCall):
+    """A call of the local shell: one command, as a list of strings."""
 
     def end(self, *, is_cut_off: bool) -> Iterator[CallEvent]:
         given = _object(self.arguments)
@@ -114,14 +118,10 @@ class _LocalShellCall(CallItem):
         }
 
 
-class _ShellCall(CallItem):
+class _ShellCall(_WholeCall):
     """A call of the shell: commands, each a line."""
 
     prefix = "sh_"
-
-    def write(self, text: str) -> Iterator[CallEvent]:
-        self.arguments += text
-        yield from ()
 
     def end(self, *, is_cut_off: bool) -> Iterator[CallEvent]:
         given = _object(self.arguments)
