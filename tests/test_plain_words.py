@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 MOST_IN_SOURCE = 194
 MOST_IN_DOCUMENTS = 5
 MOST_REPEATED_CLASSES = 5
-SUBJECTS_SINCE = "6af7e3f93ac2720fe44ac874987ea70ab149f2a5"
+SUBJECTS_SINCE = "19831041b942846209a83ec08943a494e8f9227a"
 """The commits after this one have subjects of the form `area: what changed`."""
 SUBJECT = re.compile(r"[a-z0-9_., -]+: \S.*")
 MOST_OF_A_SUBJECT = 72

@@ -129,14 +129,22 @@ def test_a_draft_of_its_own_takes_no_memory_of_main_s(
     assert none.code == 2 and "draft" in none.err
     process = up(model, 1, "--draft")
     workers_of(process, 2)
-    first = run("generate", model, *SIZE, *with_cluster, *request).json
-    assert first["token_ids"] == alone["token_ids"]
-    assert first["shadow"]["name"] == "local-draft" and first["shadow"]["tokens_followed"] > 1
+
+    def until_followed() -> Any:
+        """The coordinator goes on without a draft model that a busy machine has delayed for a second."""
+        for _ in range(10):
+            ran = run("generate", model, *SIZE, *with_cluster, *request)
+            assert ran.json["token_ids"] == alone["token_ids"]
+            if ran.json["shadow"]["tokens_followed"] > 1:
+                break
+        assert ran.json["shadow"]["name"] == "local-draft" and ran.json["shadow"]["tokens_followed"] > 1
+        return ran
+
+    until_followed()
     assert "draft model local-draft in int4" in run("cluster", "status").out
     (draft,) = [each for each in workers_of(process, 2) if "--draft" in each.cmdline()]
     draft.kill()
-    again = run("generate", model, *SIZE, *with_cluster, *request)
-    assert again.json["token_ids"] == alone["token_ids"] and again.json["shadow"]["tokens_followed"] > 1
+    again = until_followed()
     assert "draft model: local-draft, in int4" in again.err
 
 

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from smoe.errors import TransferError
 from smoe.generation.rows import Rows
 from smoe.generation.sampler import Sampler
-from tests.server.conftest import ENDLESS, Running, eventually, served
+from tests.server.conftest import ENDLESS, PATIENCE_SECONDS, Running, eventually, served
 
 TOKENS = 24
 
@@ -130,9 +130,20 @@ def test_an_expert_that_cannot_be_read_loses_the_request_alone(
     assert running.chat().choices
 
 
-def test_a_server_that_ends_lets_answers_finish(demo: Any, demo_tokenizer: Any) -> None:
+def test_a_server_that_ends_lets_answers_finish(
+    demo: Any, demo_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second token of the stream is chosen after the server began to end, however fast tokens are."""
+    choose, is_first, has_begun = Sampler.choose, iter([True]), threading.Event()
+
+    def held_back(sampler: Sampler, logits: torch.Tensor) -> Any:
+        if not next(is_first, False):
+            assert has_begun.wait(PATIENCE_SECONDS)
+        return choose(sampler, logits)
+
     with served(demo, demo_tokenizer, drain_seconds=60) as running:
         expected = running.chat(max_tokens=200, logit_bias=ENDLESS).choices[0].message.content
+        monkeypatch.setattr(Sampler, "choose", held_back)
         stream = running.chat(max_tokens=200, logit_bias=ENDLESS, stream=True)
         texts = [next(iter(stream)).choices[0].delta.content]
         running.server.should_exit = True
@@ -141,6 +152,7 @@ def test_a_server_that_ends_lets_answers_finish(demo: Any, demo_tokenizer: Any) 
             running.chat()
         eventually(lambda: bool(running.told))
         assert running.told == ["ending: 1 response in flight has up to 60 s; Ctrl-C again ends them now"]
+        has_begun.set()
         texts += [chunk.choices[0].delta.content for chunk in stream]
         assert "".join(filter(None, texts)) == expected
         running.thread.join(60)
