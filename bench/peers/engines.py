@@ -124,6 +124,8 @@ def _smoe(*switches: str) -> Engine:
         extra = [part for switch in given for part in ("--set", switch)]
         if limit_bytes is not None:
             extra += ["--memory", str(limit_bytes - smoe_baseline_bytes(workload.threads))]
+        else:
+            extra.append("--ready")  # the other engines read all weights before the first prompt, too
         return _worker("smoe_run", workload, *extra)
 
     return Engine(commands, Setup.checkpoint)

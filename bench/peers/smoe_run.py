@@ -53,6 +53,7 @@ def parse() -> argparse.Namespace:
     """Command line of this worker."""
     parser = workload_parser("Measure smoe.")
     parser.add_argument("--memory", type=int, help="budget in bytes; default: what smoe chooses")
+    parser.add_argument("--ready", action="store_true", help="begin when the slots hold all experts that fit")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting")
     return parser.parse_args()
 
@@ -70,7 +71,10 @@ def main() -> None:
     watch = Stopwatch()
     given = dict(entry.split("=", 1) for entry in options.set)
     switches: dict[str, Any] = {name: int(value) if value.isdigit() else value for name, value in given.items()}
-    session = SmoeSession(load(options.model, memory=options.memory, **switches))
+    model = load(options.model, memory=options.memory, **switches)
+    if options.ready:
+        model.offload.wait_ready()
+    session = SmoeSession(model)
     report(measure(workload_from(options), session, watch))
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError
-from smoe.fastpath import prompt_attention
+from smoe.fastpath import attention, prompt_attention
 from smoe.kernels.isa import widest
 from smoe.kernels.threads import threads
 from smoe.load import choose_kernel
@@ -119,3 +119,19 @@ def test_a_prompt_has_one_thread_where_torch_computes_none_of_its_products(
             model(oracle.PROMPT[:, :1], past_key_values=cache, use_cache=True)
         assert seen == [of_a_prompt, 1]
         assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("has_bits", [True, False])
+@pytest.mark.parametrize("is_reproducible", [True, False])
+def test_quantized_experts_take_the_order_in_which_attention_is_computed_too(
+    has_bits: bool, is_reproducible: bool, tmp_path: Path, open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch a CPU with AMX, where torch's bits cannot be had, on which torch computes all but the experts."""
+    asked: list[bool] = []
+    monkeypatch.setattr(choose_kernel, "is_supported", lambda: True)
+    monkeypatch.setattr(attention, "agrees_everywhere", lambda *_: asked.append(has_bits) or has_bits)
+    path, _ = gguf_toy.quantised(tmp_path / "toy.gguf", "Q4_K_M", num_experts=32, head_dim=64)
+    model = open_model(path, "full", kernels="auto", reproducible=is_reproducible, self_test="always")
+    pool = model.offload.executor.compute.experts.spinning_pool
+    assert (pool.own_order is None) == (has_bits or is_reproducible)
+    assert asked == ([] if is_reproducible else [has_bits])

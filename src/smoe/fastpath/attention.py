@@ -88,6 +88,19 @@ def speed_up(
     return settled
 
 
+def agrees_everywhere(model: PreTrainedModel, pool: SpinningPool, verdicts: Verdicts) -> bool:
+    """Return whether the kernel has torch's bits for the attention of single tokens in all modules of a model that it
+    supports. `verdicts`: known results of proofs; this function adds its own."""
+    if model.config.get_text_config()._attn_implementation != NAME or libm() is None:
+        return True
+    library = _behind_the_name()
+    given = ((module, shape) for module in model.modules() if (shape := _shape(module, model)) is not None)
+    return all(
+        verdicts.of("attention", _subject(library, shape, pool), partial(agrees, pool, library, module, shape))
+        for module, shape in given
+    )
+
+
 def _subject(library: Attention, shape: Shape, pool: SpinningPool) -> tuple[object, ...]:
     """Return what the results of proofs of attention hold for."""
     name = getattr(library, "__qualname__", type(library).__qualname__)

@@ -79,7 +79,7 @@ def choose_arithmetic(
     is_ours = is_native(spec, config, device) and device.type == "cpu"
     if config.kernels == "own-order" and not is_ours:
         raise _not_here(config, "it is for bfloat16 on a CPU with AVX2, AVX-512 or NEON, and needs llvmlite")
-    proven = _proven(config, prover, experts, made, verdicts) if is_ours else None
+    proven = _proven(model, config, prover, experts, made, verdicts) if is_ours else None
     if config.kernels == "own-order" and proven is None:
         raise _not_here(config, "it does not support the shape of this model's experts")
     # torch has no kernel for quantized experts: dequantizing one for every token is no alternative
@@ -154,22 +154,42 @@ def _not_here(config: EngineConfig, why: str) -> ConfigError:
 
 
 def _proven(
-    config: EngineConfig, prover: Prover, experts: Experts, made: ExitStack, verdicts: Verdicts
+    model: PreTrainedModel,
+    config: EngineConfig,
+    prover: Prover,
+    experts: Experts,
+    made: ExitStack,
+    verdicts: Verdicts,
 ) -> Experts | None:
     """Return the experts with our kernel as their arithmetic: with torch's bits if possible, else with our own order of
-    sums if the settings allow it. Return None if neither is possible."""
-    orders = [False] if is_supported() and config.kernels != "own-order" else []
+    sums if the settings allow it. Return None if neither is possible.
+
+    Products of quantized experts have no order of torch's. There our own order also replaces torch's if attention in
+    torch's order lacks torch's bits on this CPU, as on those with AMX: torch itself would have to compute it.
+    """
+    is_quantised = isinstance(prover.store, QuantisedStore)
     may_differ = config.kernels == "auto" and not config.reproducible  # measuring finds the faster one
-    if may_differ or config.kernels == "own-order" or isinstance(prover.store, QuantisedStore):
+    orders = [False] if is_supported() and config.kernels != "own-order" else []
+    if may_differ or config.kernels == "own-order" or is_quantised:
         orders.append(True)
+    second_best = None
     for in_own_order in orders:
         pool = SpinningPool(torch.get_num_threads(), config.max_sequences > 1, in_own_order=in_own_order)
         made.callback(pool.close)
         kernels = agreeing_kernels(prover, experts, pool, verdicts)
-        if kernels is not None:
+        if kernels is None:
+            pool.close()
+        elif in_own_order or not (is_quantised and may_differ) or attention.agrees_everywhere(model, pool, verdicts):
+            _close_all(second_best)
             return experts.by(pool, kernels)
-        pool.close()
-    return None
+        else:
+            second_best = experts.by(pool, kernels)
+    return second_best
+
+
+def _close_all(experts: Experts | None) -> None:
+    if experts is not None:
+        _close(experts)
 
 
 def agreeing_kernels(

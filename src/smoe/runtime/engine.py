@@ -162,10 +162,13 @@ class Engine:
         return fresh_eviction(self.eviction_settings, self.ledger, self.store)
 
     def wait_ready(self) -> None:
-        """Let the operating system allocate the memory of all slots, and wait for it. Otherwise each slot's memory is
-        allocated by the first read into it. Only measurements need this."""
+        """Wait until the experts that are loaded before their first use have arrived, and until the operating system
+        has allocated the memory of all slots. Otherwise this happens while the first texts are computed. No pass may
+        run. Only measurements need this."""
         self._arena.touch(slots=self.ledger.slots_in_use)
         self._arena.wait_touched(None)
+        for ticket in list(self.executor.arrivals.tickets.values()):
+            ticket.join()
 
     @contextmanager
     def recording(self) -> Iterator[list[Routing]]:
