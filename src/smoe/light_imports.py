@@ -34,7 +34,7 @@ def without_compiler() -> Iterator[None]:
     is_available = torch.distributed.is_available
     sys.modules[_COMPILER] = torch._dynamo = _NoCompiler(_COMPILER)
     sys.modules[_OF_MASKS] = masks = ModuleType(_OF_MASKS)
-    masks.TransformGetItemToIndex = _transform_item_to_index
+    masks.TransformGetItemToIndex = _transform_item_to_index  # type: ignore[attr-defined]
     torch.distributed.is_available = _no
     try:
         yield

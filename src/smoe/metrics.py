@@ -105,6 +105,9 @@ class Counters:
     def copy(self) -> Counters:
         return replace(self)
 
+    def __add__(self, other: Counters) -> Counters:
+        return Counters(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
     def __sub__(self, earlier: Counters) -> Counters:
         before = asdict(earlier)
         return Counters(**{name: value - before[name] for name, value in asdict(self).items()})

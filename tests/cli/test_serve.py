@@ -26,6 +26,8 @@ from smoe.cli.serve import ServerOptions, _with_libraries
 from smoe.cli.summary import print_totals
 from smoe.config import EngineConfig
 from smoe.errors import BudgetError, ConfigError
+from smoe.models.files import fetch
+from smoe.report.pace import pace_of
 from smoe.server.totals import Totals
 from tests import forked
 from tests.cli.conftest import Run
@@ -81,7 +83,10 @@ def over(server: subprocess.Popen[str], code: int) -> tuple[list[Any], str]:
     ("sent", "code", "option"),
     [(signal.SIGTERM, 143, "--json"), (signal.SIGINT, 130, "-v"), (signal.SIGHUP, 129, "--quiet")],
 )
-def test_a_server_answers_and_ends_in_order(sent: signal.Signals, code: int, option: str) -> None:
+def test_a_server_answers_and_ends_in_order(
+    sent: signal.Signals, code: int, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with process("--name", "little", option) as (server, address), client_of(address) as client:
         stream: Any = client.chat.completions.create(
             model="little", messages=QUESTION, max_tokens=80, temperature=0, stream=True, logit_bias={"0": -100}
@@ -102,6 +107,9 @@ def test_a_server_answers_and_ends_in_order(sent: signal.Signals, code: int, opt
         assert not told
     assert ("POST /v1/chat/completions 200 " in err) == (option == "-v")
     assert ("2 requests\n" in err and "80 new" in err) == (option == "-v")
+    files = fetch("demo", None)
+    layer = pace_of(files, "auto", True).layer or pace_of(files, "auto", False).layer
+    assert layer is not None and 0 < layer < 1, "what the server measured is stored for the next forecast"
 
 
 def test_tools_work_by_a_template_of_the_user(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def quantise(model: PreTrainedModel) -> None:
 def adopt(model: PreTrainedModel, pool: SpinningPool) -> dict[nn.Module, decoder_layer.OneToken]:
     """All parts, then the layers; returns these."""
     norms = norm.speed_up(model)
-    attention.speed_up(model, pool, is_measured=False)
+    attention.speed_up(model, pool)
     linears = linear.speed_up(model, pool, {}, INT8, is_measured=False).parts
     return decoder_layer.speed_up(model, pool, linears, norms)
 

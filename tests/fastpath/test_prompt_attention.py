@@ -188,6 +188,13 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTraine
     return gguf_toy.quantised(tmp_path_factory.mktemp("toy") / "toy.gguf", "Q8_0", head_dim=64)
 
 
+@pytest.fixture
+def known_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs with AMX times decide."""
+    monkeypatch.setattr(prompt_attention, "must_be_measured", lambda: False)
+
+
+@pytest.mark.usefixtures("known_faster")
 def test_quantised_models_have_it(
     quantised: tuple[Path, PreTrainedModel], open_model: Open, counting: type[Counting]
 ) -> None:
@@ -198,6 +205,7 @@ def test_quantised_models_have_it(
     assert counting.calls == model.config.num_hidden_layers
 
 
+@pytest.mark.usefixtures("known_faster")
 def test_later_pieces_of_a_prompt_are_served(
     quantised: tuple[Path, PreTrainedModel], open_model: Open, counting: type[Counting]
 ) -> None:
@@ -215,6 +223,7 @@ def test_it_is_declined_with_the_other_arithmetic(
     assert having(model) == 0
 
 
+@pytest.mark.usefixtures("known_faster")
 @pytest.mark.parametrize(("kernels", "is_there"), [("auto", False), ("native", False), ("own-order", True)])
 def test_in_bf16_it_goes_with_our_own_order(
     kernels: str, is_there: bool, toy: Callable[..., Path], open_model: Open

@@ -30,7 +30,7 @@ def routed(model: PreTrainedModel, pool: SpinningPool) -> tuple[list[OneToken], 
     gates = {each: True for name, each in model.named_modules() if name.endswith("mlp.gate")}
     experts = {each for name, each in model.named_modules() if name.endswith("mlp.experts")}
     norms = norm.speed_up(model)
-    attention.speed_up(model, pool, is_measured=False)
+    attention.speed_up(model, pool)
     linears = linear.speed_up(model, pool, gates, INT8, is_measured=False).parts
     layers = list(decoder_layer.speed_up(model, pool, linears, norms).values())
     return layers, len(router.speed_up(pool, gates, layers, experts))

@@ -81,6 +81,23 @@ def test_whoever_joins_or_leaves(family: str, toy: Callable[..., Path], open_mod
     assert not loop.running and not loop.waiting
 
 
+def test_steps_of_one_text_are_counted_apart(toy: Callable[..., Path], open_model: Open) -> None:
+    """Would catch steps of two texts among them, and the steps of the last series left out."""
+    loop = DecodeLoop(open_model(toy("mixtral"), max_sequences=2), NoText())
+    for ids in (PROMPTS[0], PROMPTS[2]):
+        request, _ = asked(ids, 9)
+        loop.hand_in(request)
+        loop.run(until_idle=True)
+    assert loop.counters_of_one_text.forward_passes == loop.counters_of_one_text.tokens == 8 + 8
+    long, short = asked(PROMPTS[0], 9)[0], asked(PROMPTS[2], 4)[0]
+    for request in (long, short):
+        loop.hand_in(request)
+    loop.run(until_idle=True)
+    counted = loop.counters_of_one_text
+    assert counted.tokens == counted.forward_passes and 16 < counted.forward_passes < 16 + 8
+    assert 0 < counted.decode_uses < loop._engine.stats().decode_uses
+
+
 def test_a_text_of_which_enough_has_come_ends(toy: Callable[..., Path], open_model: Open) -> None:
     model = open_model(toy("mixtral"), max_sequences=1)
     heard: list[Piece | End] = []

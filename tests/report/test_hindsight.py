@@ -57,7 +57,7 @@ def test_where_substitutes_answer_misses_hits_say_nothing(switches: dict[str, An
 
 def test_a_run_whose_experts_others_computed_teaches_nothing(tmp_path: Path) -> None:
     config = EngineConfig(cluster="home")
-    engine = SimpleNamespace(pacing=SimpleNamespace(is_emulated=False), config=config)
+    engine = SimpleNamespace(is_on_this_cpu=False, config=config)
     model: Any = SimpleNamespace(offload=engine, device=torch.device("cpu"))
     generation: Any = SimpleNamespace(answers=["one"], decode_counters=Counters(forward_passes=99))
     layers: Any = None

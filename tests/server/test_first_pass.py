@@ -18,10 +18,13 @@ from transformers import PreTrainedModel
 from smoe.generation.loop import DecodeLoop
 from smoe.generation.request import Piece, Request
 from smoe.generation.sampling import Sampling
+from smoe.routing import Phase
 from smoe.server.first_pass import first_pass
 from smoe.server.serving import Serving
 from smoe.server.settings import ServerConfig
 from smoe.server.totals import totals_of
+from tests import oracle
+from tests.generation.test_loop import NoText
 
 PROMPT = [0, 1, 2, 3, 4, 5, 6, 7, 300, 12]
 """It begins with what the first pass reads."""
@@ -43,10 +46,10 @@ def _add(tokens: list[int], what: object) -> None:
 
 def test_it_reads_a_prompt_and_decodes(demo: PreTrainedModel, demo_tokenizer: Any) -> None:
     engine: Any = demo.offload
-    before = engine.stats()
-    first_pass(demo, demo_tokenizer)
-    counted = engine.stats() - before
-    assert counted.prefill_uses > 0 and counted.decode_uses > 0
+    with engine.recording() as routing:
+        first_pass(demo, demo_tokenizer)
+        phases = {step.phase for step in routing}
+    assert phases == {Phase.PREFILL, Phase.DECODE}
 
 
 def test_no_request_sees_it(demo: PreTrainedModel, demo_tokenizer: Any) -> None:
@@ -87,3 +90,19 @@ def test_a_context_of_one_token_leaves_no_room(
     model = open_model(toy("qwen3_moe"), "minimum", context_tokens=1)
     first_pass(model, demo_tokenizer)
     assert model.offload.stats().decode_uses == 0
+
+
+def test_it_reads_no_expert_of_a_model_that_does_not_fit(
+    toy: Callable[..., Path], open_model: Callable[..., Any]
+) -> None:
+    """Would catch gigabytes that are read before the address is printed, and slots that count as experts."""
+    folder = toy("qwen3_moe")
+    model = open_model(folder, "half", preload=False)
+    engine = model.offload
+    before = engine.stats()
+    first_pass(model, NoText())
+    assert engine.stats().bytes_read == 0 and not engine.executor.arrivals.table.ready
+    assert engine.stats().tokens == 0, "the counters begin anew"
+    assert before.bytes_read == 0
+    oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+    assert engine.stats().bytes_read > 0

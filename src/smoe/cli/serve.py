@@ -338,7 +338,22 @@ def _serve(
                     listener.run([bound_socket])
             finally:
                 serving.close()
+        _store_pace(serving, model, engine.revision)
         return totals_of(serving), serving.failure if config.exit_on_failure else None
+
+
+def _store_pace(serving: Serving, model: str, revision: str | None) -> None:
+    """Store the times that the server has measured while it decoded one text alone, for the next forecast."""
+    from smoe.models.files import fetch
+    from smoe.report.pace import UNKNOWN, is_forecast, measured_pace, remember
+
+    engine = serving.engine
+    if not is_forecast(engine):
+        return
+    pace = measured_pace(serving.counters_of_one_text, len(engine.store.layers), engine.store.expert_bytes)
+    if pace != UNKNOWN:
+        with suppress(OSError):  # the forecast can do without
+            remember(fetch(model, revision), engine.config.precision, engine.config.direct_io == "on", pace)
 
 
 def _with_libraries(model: str, settings: EngineConfig, note: Callable[[str], None]) -> EngineConfig:

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from smoe.fastpath import prompt_attention
-from smoe.fastpath.attention_proof import Attention, Shape, agrees, gains, is_the_same_on_one_thread
+from smoe.fastpath.attention_proof import Attention, Shape, agrees, is_accurate, is_the_same_on_one_thread
 from smoe.fastpath.prompt_attention import SeveralQueries, hides_the_future
 from smoe.fastpath.rows_of_pass import RowsOfPass
 from smoe.kernels.attention import attend, fits, libm
@@ -54,30 +54,28 @@ _CHANGING = ("softcap", "s_aux", "output_attentions")
 """Parameters that other families pass without declaring them."""
 
 
-def speed_up(
-    model: PreTrainedModel, pool: SpinningPool, is_measured: bool = True, verdicts: Verdicts | None = None
-) -> int:
+def speed_up(model: PreTrainedModel, pool: SpinningPool, verdicts: Verdicts | None = None) -> int:
     """Make attention modules compute single tokens by our kernel, wherever the kernel reproduces torch's bits. Return
     the number of modules for which one torch thread suffices for one token.
 
     These are the modules with the kernel, and those whose attention by torch has the same bits on one thread as on all.
     Long computations still use all threads. A pool that sums in its own order cannot have torch's bits; its kernel is
-    used if its error is no larger than torch's and it is faster (assumed unless `is_measured`). `verdicts`: known
+    used if its error is no larger than torch's. Its time is not compared: alone both take about as long, but only with
+    our attention can a token go through a layer as one job, which halves the time of a token. `verdicts`: known
     results of proofs; this function adds its own. Takes some tens of milliseconds for every distinct shape, and as long
     once per process.
     """
     if model.config.get_text_config()._attn_implementation != NAME or libm() is None:
         return 0
     library, settled = _behind_the_name(), 0
-    verdicts, measured = verdicts or Verdicts(), Verdicts()  # results that depend on times hold for this load only
+    verdicts = verdicts or Verdicts()
     for module in model.modules():
         shape = _shape(module, model)
         if shape is None:
             continue
         subject, given = _subject(library, shape, pool), (pool, library, module, shape)
         is_ours = verdicts.of("attention", subject, partial(agrees, *given)) or (
-            pool.own_order is not None
-            and (measured if is_measured else verdicts).of(_OWN_ORDER, subject, partial(gains, *given, is_measured))
+            pool.own_order is not None and verdicts.of(_OWN_ORDER, subject, partial(is_accurate, *given))
         )
         if is_ours:
             setattr(module, _ATTRIBUTE, OneQuery(pool, shape))

@@ -33,6 +33,7 @@ from smoe.generation.request import End, EndReason, Piece, Request
 from smoe.generation.row_text import common_beginning
 from smoe.generation.rows import Rows
 from smoe.generation.sampler import Sampler
+from smoe.metrics import Counters
 from smoe.runtime.engine import Engine
 
 _log = logging.getLogger(__name__)
@@ -76,6 +77,9 @@ class DecodeLoop:
         """The seconds of prefill and decode, counted while there was work for both."""
         self.busy_seconds = 0.0
         """The seconds in which at least one request had not ended, up to the last time at which `run` was idle."""
+        self._of_one_text = Counters()
+        self._one_text_began: Counters | None = None
+        """The counters at the beginning of the running series of decode steps of one text."""
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 
@@ -120,6 +124,13 @@ class DecodeLoop:
         read = sum(max(text.read, text.request.reused_tokens) for text in texts)
         begun = texts[0].request.begun
         return Prefill(begun, self._engine.now() - begun, read, sum(len(text.request.ids) for text in texts))
+
+    @property
+    def counters_of_one_text(self) -> Counters:
+        """The engine's counters of the decode steps in which one text was decoded, and no prompt was in prefill. No
+        step may run."""
+        began = self._one_text_began
+        return self._of_one_text if began is None else self._of_one_text + (self._engine.stats() - began)
 
     def wake(self) -> None:
         """Wake the loop, so that it processes cancelled requests."""
@@ -175,12 +186,20 @@ class DecodeLoop:
         self._drop_cancelled()
         if not self._reading:
             self._admit()
+        self._note_series(len(self._decoding) == 1 and not self._reading)
         if self._reading and (not self._decoding or self._is_turn_of_reading()):
             with self._timed("reading", bool(self._decoding)):
                 self._read()
         elif self._decoding:
             with self._timed("decoding", bool(self._reading)):
                 self._decode()
+
+    def _note_series(self, is_of_one_text: bool) -> None:
+        """Begin or end a series of decode steps of one text. `is_of_one_text`: whether the next step is one."""
+        if is_of_one_text and self._one_text_began is None:
+            self._one_text_began = self._engine.stats()
+        elif not is_of_one_text and self._one_text_began is not None:
+            self._of_one_text, self._one_text_began = self.counters_of_one_text, None
 
     def _texts(self) -> list[_Text]:
         return [*self._decoding, *self._reading]

@@ -114,7 +114,7 @@ def _with_the_rest(
     # even on one thread our attention is several times as fast as torch's on all
     chosen, may_round = experts.spinning_pool, _may_round(config, experts, store)
     is_measured = config.kernels != "own-order"
-    settled = attention.speed_up(model, chosen or SpinningPool(1, has_bf16=is_supported()), is_measured, verdicts)
+    settled = attention.speed_up(model, chosen or SpinningPool(1, has_bf16=is_supported()), verdicts)
     if chosen is None:
         return ChosenArithmetic(experts)
     prompts = attention.speed_up_prompts(model, chosen, is_measured, verdicts) if may_round else 0

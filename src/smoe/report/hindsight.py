@@ -20,11 +20,20 @@ from smoe.metrics import Counters
 from smoe.models.checkpoint import checkpoint_at
 from smoe.models.read_spec import read_spec
 from smoe.models.spec import ModelSpec
-from smoe.policy.registry import DRAFT, eviction_kind, make_eviction_for
+from smoe.policy.registry import eviction_kind, make_eviction_for
 from smoe.policy.residency import PoolSize
 from smoe.report.machine_for import READING_SECONDS, machine_for, pace_for
 from smoe.report.on_clock import MOST_LAYERS, Scene, Simulated, settled, work_of
-from smoe.report.pace import LEAST_STEPS, UNKNOWN, LastRun, Pace, measured_pace, of_prompt, remember
+from smoe.report.pace import (
+    LEAST_STEPS,
+    UNKNOWN,
+    LastRun,
+    Pace,
+    is_forecast,
+    measured_pace,
+    of_prompt,
+    remember,
+)
 from smoe.report.prompt_layers import PromptLayers
 from smoe.runtime.engine import Engine
 from smoe.simulator.skewness import skew_of
@@ -52,9 +61,8 @@ def _is_forecast(model: PreTrainedModel, generation: Generation) -> bool:
     """Return whether a forecast can be made for a run. It cannot for several sequences, a cluster, a draft model, a
     device other than the CPU, or too few steps."""
     engine: Engine = model.offload  # type: ignore[assignment]
-    is_elsewhere = model.device.type != "cpu" or engine.pacing.is_emulated or engine.config.cluster is not None
-    is_elsewhere = is_elsewhere or engine.config.prefetch == DRAFT  # which computes concurrently
-    return not is_elsewhere and len(generation.answers) == 1 and generation.decode_counters.forward_passes > LEAST_STEPS
+    steps = generation.decode_counters.forward_passes
+    return is_forecast(engine) and len(generation.answers) == 1 and steps > LEAST_STEPS
 
 
 def look_back(model: PreTrainedModel, generation: Generation, place: Path, layers: PromptLayers) -> Foretold | None:

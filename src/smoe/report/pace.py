@@ -1,19 +1,24 @@
 """Stores the times that a model's runs have measured on this machine, for the next forecast (`on_clock.py`).
 
 A forecast knows only a machine's rates. A run measures the times of an expert, a layer and a load of this model. They
-do not depend on the memory budget, so later forecasts use them. `smoe generate` stores them in the user's cache.
+do not depend on the memory budget, so later forecasts use them. `smoe generate` and `smoe serve` store them in the
+user's cache.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smoe.machine.measure import describe_machine
 from smoe.machine.processor import BUSY_SHARE
 from smoe.metrics import Counters
+from smoe.policy.registry import DRAFT
 from smoe.user_cache import StoredValue
+
+if TYPE_CHECKING:
+    from smoe.runtime.engine import Engine
 
 LEAST_STEPS = 16
 """The smallest number of decode steps of a run whose times are stored."""
@@ -152,6 +157,12 @@ def crowded(reading: float) -> float:
     """Return the factor by which a layer without experts takes longer on a CPU that reads experts during the fraction
     `reading` of the time. The reading threads use the same cores and memory (docs/log/forecasts.md)."""
     return 1 + 0.6 * min(1.0, reading)
+
+
+def is_forecast(engine: Engine) -> bool:
+    """Return whether forecasts are made for runs of an engine. They are not for a cluster, a device other than the CPU,
+    or a draft model, which computes concurrently."""
+    return engine.is_on_this_cpu and engine.config.prefetch != DRAFT
 
 
 def measured_pace(decode: Counters, layers: int, expert_bytes: int) -> Pace:

@@ -73,6 +73,11 @@ class Arrivals:
         return not self.table.has_low and len(self.table.ready) == self._experts
 
     @property
+    def preloads(self) -> bool:
+        """Whether experts are loaded into free slots before their first use."""
+        return self._preloads
+
+    @property
     def running(self) -> float:
         """The number of loads that are being transferred. Each of them counts as half a load, because on average half
         of it is done."""

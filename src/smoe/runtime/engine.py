@@ -161,6 +161,31 @@ class Engine:
         """Return a new eviction policy of the kind in `eviction_settings`. It has no record of earlier uses."""
         return fresh_eviction(self.eviction_settings, self.ledger, self.store)
 
+    @property
+    def is_on_this_cpu(self) -> bool:
+        """Whether this machine's CPU computes everything: not a GPU, an emulated device, or a cluster."""
+        return self._arena.device.type == "cpu" and not self.pacing.is_emulated and self.config.cluster is None
+
+    @contextmanager
+    def without_reads(self) -> Iterator[None]:
+        """Compute with the slots as they are during the `with` block: a load reads nothing. Afterwards no expert is
+        resident, and what the policies have observed is forgotten.
+
+        For passes whose results nobody uses. Does nothing for experts that are loaded before their first use, because
+        what a pass reads of them is read anyway, and nothing on a GPU or a cluster.
+        """
+        arrivals = self.executor.arrivals
+        if arrivals.preloads or not self.is_on_this_cpu:
+            yield
+            return
+        arrivals.transfers.skips_reads = True
+        try:
+            yield
+        finally:
+            self.executor.recover()
+            arrivals.transfers.skips_reads = False
+            self.executor.reset(self.fresh_eviction())
+
     def wait_ready(self) -> None:
         """Wait until the experts that are loaded before their first use have arrived, and until the operating system
         has allocated the memory of all slots. Otherwise this happens while the first texts are computed. No pass may

@@ -20,6 +20,8 @@ _PROMPT_TOKENS, _NEW_TOKENS = 8, 2
 
 def first_pass(model: PreTrainedModel, tokenizer: Any) -> None:
     """Generate two tokens after a short prompt, in a separate decode loop, so that no later request reuses this text.
+    Nothing is read for it, unless experts are loaded before their first use anyway.
+
     Raises the error with which the model fails."""
     engine: Any = model.offload
     vocabulary = int(model.config.get_text_config().vocab_size)
@@ -34,7 +36,8 @@ def first_pass(model: PreTrainedModel, tokenizer: Any) -> None:
 
     loop = DecodeLoop(model, tokenizer)
     loop.hand_in(Request(range(count), Sampling(max_new_tokens=_NEW_TOKENS, ignores_end=True), note))
-    loop.run(until_idle=True)
+    with engine.without_reads():  # the experts of this prompt are not those of the first request
+        loop.run(until_idle=True)
     for end in ends:
         if end.error is not None:
             raise end.error

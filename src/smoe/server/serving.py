@@ -143,6 +143,11 @@ class Serving:
         return counters
 
     @property
+    def counters_of_one_text(self) -> Counters:
+        """The engine's counters of the decode steps with one text. The server must be closed."""
+        return self._loop.counters_of_one_text
+
+    @property
     def running(self) -> int:
         """The number of texts in prefill or decode."""
         return self._loop.running
