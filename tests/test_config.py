@@ -14,7 +14,7 @@ from smoe.config import SETTINGS, EngineConfig
 from smoe.cpu_isa import CPU_ISA
 from smoe.errors import ConfigError
 from smoe.presets import PRESETS, configure
-from smoe.settings import Switch
+from smoe.setting_declaration import Switch
 
 COUNTS = ["memory_bytes", "host_memory_bytes", "context_tokens", "max_sequences", "prefill_tokens", "threads"]
 

@@ -16,7 +16,7 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "smoe"
 HEAVY = ("torch", "transformers", "safetensors", "fastapi", "ray", "huggingface_hub")
-VALUES = {"smoe.expert", "smoe.routing", "smoe.errors", "smoe.units", "smoe.plug_ins", "smoe.settings"}
+VALUES = {"smoe.expert", "smoe.routing", "smoe.errors", "smoe.units", "smoe.plug_ins", "smoe.setting_declaration"}
 """Modules of plain values, of finding classes by name, and of declaring settings, that every package may use."""
 
 ORDER = (

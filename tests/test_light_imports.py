@@ -47,6 +47,20 @@ def test_the_compiler_works_afterwards() -> None:
     assert ran(AFTERWARDS).splitlines()[-1] == "2.0 torch._dynamo"
 
 
+def test_a_package_that_needs_the_compiler_gets_it() -> None:
+    from smoe.light_imports import import_lightly
+
+    tried: list[bool] = []
+
+    def load() -> None:
+        tried.append(True)
+        if len(tried) == 1:
+            raise ImportError("No module named 'torch._dynamo.eval_frame'; 'torch._dynamo' is not a package")
+
+    import_lightly(load)
+    assert len(tried) == 2
+
+
 def test_nothing_changes_where_transformers_is_imported_already() -> None:
     import torch
     import transformers  # noqa: F401

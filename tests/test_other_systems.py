@@ -35,7 +35,7 @@ FOR_POSIX_ALONE = {
     "memory/stored_rows.py": "POSIX_FADV_WILLNEED",  # likewise
     "machine/process_memory.py": "resource getrusage RUSAGE_SELF",  # in a function that Windows leaves before
     "kernels/competition.py": "resource getrusage RUSAGE_THREAD",  # in a function that only Linux does not leave before
-    "cluster/identity.py": "fchmod",  # where os.name is posix
+    "cluster/stored_identity.py": "fchmod",  # where os.name is posix
     "cli/interrupts.py": "termios tcgetattr error",  # after SIGHUP, which Windows has not
     # in a branch that only Linux takes
     "conversation/template_program.py": "resource setrlimit RLIMIT_AS RLIMIT_CORE",

@@ -1,7 +1,7 @@
 """The settings of an engine, in one immutable class that checks them.
 
-Each setting is declared once, with `setting` (`settings.py`): here, or in `policy/eviction/policies.py` if only one
-eviction policy uses it. Rules about several settings are in
+Each setting is declared once, with `setting` (`setting_declaration.py`): here, or in `policy/eviction/policies.py` if
+only one eviction policy uses it. Rules about several settings are in
 `config_checks.py`. Names contain units. Values that are found at run time, such as free bytes and the number of slots,
 are stored in the ledger and never written back here.
 """
@@ -34,9 +34,9 @@ from smoe.bounds import (
 )
 from smoe.config_checks import check_together
 from smoe.errors import ConfigError
-from smoe.policy.balance import BALANCE, BALANCE_ORDER, RECENT
 from smoe.policy.eviction.base import EvictionSettings
 from smoe.policy.eviction.policies import PolicySettings
+from smoe.policy.load_or_compute import BALANCE, BALANCE_ORDER, RECENT
 from smoe.policy.placement import PLACEMENT
 from smoe.policy.prediction import ASKED
 from smoe.policy.registry import (
@@ -49,7 +49,7 @@ from smoe.policy.registry import (
     predictor_kind,
 )
 from smoe.policy.step import PREFILL_KEEP
-from smoe.settings import (
+from smoe.setting_declaration import (
     LOW,
     MEMORY,
     ClassName,

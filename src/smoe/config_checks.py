@@ -1,7 +1,7 @@
 """The rules about several settings of `EngineConfig`: settings that exclude each other, and settings that need each
 other.
 
-A setting that has no effect without another one is declared with its `owner` (`settings.py`).
+A setting that has no effect without another one is declared with its `owner` (`setting_declaration.py`).
 """
 
 from __future__ import annotations

@@ -17,6 +17,16 @@ _COMPILER = "torch._dynamo"
 _OF_MASKS = f"{_COMPILER}._trace_wrapped_higher_order_op"
 
 
+def import_lightly(load: Callable[[], None]) -> None:
+    """Call `load`, which imports transformers, without the compiler. If that fails, as it may with a package that needs
+    the compiler, call it again with the compiler."""
+    try:
+        with without_compiler():
+            load()
+    except Exception:
+        load()
+
+
 @contextmanager
 def without_compiler() -> Iterator[None]:
     """Make modules that are imported in the `with` block run without torch's compiler and without `torch.distributed`.

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from smoe import __version__
-from smoe.cluster.identity import KeyPair, Worker, keep_worker
+from smoe.cluster.stored_identity import KeyPair, Worker, keep_worker
 from smoe.errors import SmoeError, WorkerRefusedError
 from smoe.kernels import machine_code
 from smoe.safe_path import WORKING_FOLDER, child_environment, module_line

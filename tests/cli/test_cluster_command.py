@@ -25,7 +25,7 @@ import pytest
 pytest.importorskip("zmq")
 
 import smoe
-from smoe.cluster.identity import keep_status, new_coordinator, read_coordinator, store_coordinator
+from smoe.cluster.stored_identity import keep_status, new_coordinator, read_coordinator, store_coordinator
 from tests.forked import Forked
 from tests.free_port import a_free_port
 from tests.packs import pack_folder

@@ -14,7 +14,8 @@ import pytest
 
 pytest.importorskip("zmq")
 
-from smoe.cluster.identity import (
+from smoe.cluster.running import become_keeper, keeper_process
+from smoe.cluster.stored_identity import (
     KeyPair,
     Worker,
     clusters,
@@ -27,7 +28,6 @@ from smoe.cluster.identity import (
     read_coordinator,
     store_coordinator,
 )
-from smoe.cluster.running import become_keeper, keeper_process
 from smoe.errors import ClusterError
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("zmq")
 
 from smoe.cli.cluster_on_ray import token_file
 from smoe.cluster import on_ray
-from smoe.cluster.identity import read_coordinator
+from smoe.cluster.stored_identity import read_coordinator
 from tests.cluster.ray_stand_in import StandIn
 
 

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("zmq")
 
-from smoe.cluster.identity import keep_status, new_coordinator, store_coordinator
+from smoe.cluster.stored_identity import keep_status, new_coordinator, store_coordinator
 
 SIZE = ("--memory", "4MiB", "--context", 128, "--profile", "raspberry-pi-5")
 

@@ -23,7 +23,7 @@ from smoe.cli import cluster_workers
 from smoe.cli.cluster import app
 from smoe.cli.cluster_workers import keep_running, line_for_coordinator, local_workers
 from smoe.cli.interrupts import REFUSED, listening
-from smoe.cluster.identity import keep_keeper, read_coordinator
+from smoe.cluster.stored_identity import keep_keeper, read_coordinator
 from smoe.errors import ClusterError, WorkerRefusedError
 
 
@@ -84,7 +84,7 @@ def test_a_refusal_has_an_exit_code_of_its_own(run: Any, checkpoint: Path, monke
         raise WorkerRefusedError("main refuses worker home-1: its weights is 'a', coordinator has 'b'")
 
     monkeypatch.setattr("smoe.cli.cluster.be_worker", refused)
-    monkeypatch.setattr("smoe.cluster.identity.read_worker", lambda name: None)
+    monkeypatch.setattr("smoe.cluster.stored_identity.read_worker", lambda name: None)
     ran = run("cluster", "work", checkpoint)
     assert ran.code == REFUSED and "worker home-1: its weights" in ran.err
 

@@ -17,9 +17,9 @@ pytest.importorskip("zmq")
 
 from transformers import PreTrainedModel
 
-from smoe.cluster.identity import Coordinator, Worker, accepted, invitation, new_coordinator, store_coordinator
 from smoe.cluster.members import Member
 from smoe.cluster.remote import Cluster
+from smoe.cluster.stored_identity import Coordinator, Worker, accepted, invitation, new_coordinator, store_coordinator
 from smoe.cluster.worker import WorkerProcess
 from smoe.errors import ClusterError
 from smoe.load.worker_experts import open_experts
@@ -115,7 +115,7 @@ def give_up_when(monkeypatch: pytest.MonkeyPatch) -> GiveUpWhen:
 
 def member(name: str) -> Worker:
     """An invited worker of the cluster `test`."""
-    from smoe.cluster.identity import read_coordinator
+    from smoe.cluster.stored_identity import read_coordinator
 
     expecting, line = invitation(read_coordinator("test"))
     store_coordinator(expecting)

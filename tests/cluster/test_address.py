@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("zmq")
 
 from smoe.cluster.address import Endpoint, checked_address, reach_of, to_connect_to, to_listen_at
-from smoe.cluster.identity import KeyPair
 from smoe.cluster.listening_sockets import ListeningSockets
+from smoe.cluster.stored_identity import KeyPair
 from smoe.errors import ClusterError
 from tests.cluster.conftest import has_ipv6
 from tests.free_port import a_free_port

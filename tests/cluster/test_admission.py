@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from smoe.cluster.admission import Admission, numbered
-from smoe.cluster.identity import MOST_NAME, Coordinator, is_name, read_coordinator
+from smoe.cluster.stored_identity import MOST_NAME, Coordinator, is_name, read_coordinator
 from tests import oracle
 from tests.cluster.conftest import BY_TURNS, Start, cluster_of, member
 

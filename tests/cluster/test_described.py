@@ -25,7 +25,7 @@ pytest.importorskip("zmq")
 from smoe.cluster import described, frames
 from smoe.cluster.described import Description, LayerKeys
 from smoe.cluster.describing import Describer, LightWorker
-from smoe.cluster.identity import Coordinator, KeyPair, Worker
+from smoe.cluster.stored_identity import Coordinator, KeyPair, Worker
 from smoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from smoe.expert import EXACT
 from smoe.kernels.isa import widest

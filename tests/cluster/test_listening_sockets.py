@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("zmq")
 
 from smoe.cluster.address import Endpoint
-from smoe.cluster.identity import KeyPair
 from smoe.cluster.listening_sockets import ListeningSockets
+from smoe.cluster.stored_identity import KeyPair
 from tests.free_port import a_free_port
 
 PART_BYTES = 1 << 20

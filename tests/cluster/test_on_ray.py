@@ -30,9 +30,16 @@ from transformers import PreTrainedModel
 import smoe
 from smoe.cli.cluster_on_ray import opened
 from smoe.cluster import on_ray
-from smoe.cluster.identity import Coordinator, KeyPair, Worker, new_coordinator, read_coordinator, store_coordinator
 from smoe.cluster.on_ray import OnRay, join_ray
 from smoe.cluster.remote import Cluster
+from smoe.cluster.stored_identity import (
+    Coordinator,
+    KeyPair,
+    Worker,
+    new_coordinator,
+    read_coordinator,
+    store_coordinator,
+)
 from smoe.cluster.worker import WorkerProcess
 from smoe.errors import ClusterError, ConfigError
 from tests import oracle

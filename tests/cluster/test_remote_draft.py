@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from smoe.cluster.draft_frames import ExpectedExperts
 from smoe.cluster.draft_process import DraftProcess
-from smoe.cluster.identity import read_coordinator, store_coordinator
+from smoe.cluster.stored_identity import read_coordinator, store_coordinator
 from smoe.errors import ClusterError, ConfigError
 from smoe.load.remote_draft import DraftFiles
 from smoe.policy.prediction import Prediction

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from smoe.cluster import frames
 from smoe.cluster.address import checked_address
 from smoe.cluster.frames import Times
-from smoe.cluster.identity import Coordinator, store_coordinator
 from smoe.cluster.remote import _PROOF_ROWS
+from smoe.cluster.stored_identity import Coordinator, store_coordinator
 from smoe.cluster.worker import WorkerProcess
 from smoe.errors import ClusterError, ConfigError, WorkerRefusedError
 from smoe.kernels.isa import widest

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 import smoe
 from smoe.cli.interrupts import REFUSED
-from smoe.cluster.identity import Coordinator, invitation, read_coordinator, store_coordinator
 from smoe.cluster.remote import Cluster
+from smoe.cluster.stored_identity import Coordinator, invitation, read_coordinator, store_coordinator
 from smoe.errors import ClusterError
 from smoe.kernels import machine_code
 from smoe.kernels.isa import widest

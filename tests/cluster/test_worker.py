@@ -15,7 +15,7 @@ import torch
 import zmq
 
 from smoe.cluster import frames
-from smoe.cluster.identity import Coordinator
+from smoe.cluster.stored_identity import Coordinator
 from smoe.cluster.worker import WorkerProcess
 from smoe.compute.expert_math import ExpertMath
 from smoe.compute.unit import ExpertTask

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 from smoe.cluster import frames
 from smoe.cluster.frames import Frame, FrameKind, Times
-from smoe.cluster.identity import read_coordinator
 from smoe.cluster.members import WorkerState
 from smoe.cluster.remote import _PROOF_ROWS
+from smoe.cluster.stored_identity import read_coordinator
 from smoe.cluster.worker import WorkerProcess
 from smoe.memory.streams import Fetched
 from tests import oracle

@@ -15,7 +15,7 @@ from smoe.conversation.conversation import Conversation
 from smoe.conversation.template_file import read_template
 from smoe.errors import ConfigError
 from smoe.server.output.families import format_of
-from smoe.server.output.json_calls import JsonCalls
+from smoe.server.output.tool_calls_json import JsonCalls
 from tests.toy import TEMPLATE, ascii_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs/serve.md"

@@ -18,7 +18,7 @@ from smoe.generation.chat import Chat
 from smoe.generation.detokenizer import TextStream
 from smoe.generation.generate import encode, generate, generate_batch
 from smoe.generation.library_batch import pad
-from smoe.generation.sampling import Sampling
+from smoe.generation.sampling_settings import Sampling
 from tests.toy import ASCII, END, TEMPLATE, ascii_tokenizer, byte_tokenizer, save_toy
 
 BYTES = byte_tokenizer(sorted(pre_tokenizers.ByteLevel.alphabet()))

@@ -14,7 +14,7 @@ import torch
 from smoe.errors import ContextError, EngineBusyError, EngineStateError, ModelError
 from smoe.generation.loop import DecodeLoop
 from smoe.generation.request import End, EndReason, Piece, Request
-from smoe.generation.sampling import Sampling
+from smoe.generation.sampling_settings import Sampling
 from tests import oracle, zoo
 
 Open = Callable[..., Any]

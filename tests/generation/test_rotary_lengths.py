@@ -18,7 +18,7 @@ from smoe.generation.loop import DecodeLoop
 from smoe.generation.request import End, Piece, Request
 from smoe.generation.rows import Rows
 from smoe.generation.sampler import Sampler
-from smoe.generation.sampling import Sampling
+from smoe.generation.sampling_settings import Sampling
 from tests import oracle, published_rope
 from tests.generation.test_loop import NoText
 from tests.published_rope import ORIGINAL, PUBLISHED

@@ -16,9 +16,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from smoe.generation.choices import generation_config
+from smoe.generation.library_settings import generation_config
 from smoe.generation.sampler import Sampler
-from smoe.generation.sampling import Sampling
+from smoe.generation.sampling_settings import Sampling
 from tests import oracle
 from tests.generation.test_loop import NoText
 

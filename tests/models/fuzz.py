@@ -43,7 +43,7 @@ from smoe import from_pretrained
 from smoe.errors import SmoeError
 from smoe.generation.chat import Chat
 from smoe.generation.generate import generate
-from smoe.generation.sampling import Sampling
+from smoe.generation.sampling_settings import Sampling
 from smoe.load.tokenizer import load_tokenizer
 from smoe.models.registration import register_local_families
 from tests.models.mutations import mutate

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from smoe.errors import CheckpointError, ModelError
 from smoe.generation.chat import Chat
 from smoe.generation.generate import generate
-from smoe.generation.sampling import Sampling
+from smoe.generation.sampling_settings import Sampling
 from smoe.load.tokenizer import load_tokenizer
 from tests import oracle, zoo
 from tests.models.test_checkpoints import copy_of, pack_folder

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from smoe.policy import answers
 from smoe.policy.answers import EXACT_UP_TO, NOTHING, AnswerCosts, ResolvedMisses, choose
-from smoe.policy.balance import Costs, optimal
-from smoe.policy.misses import Missing, Route, missing_experts
+from smoe.policy.load_or_compute import Costs, optimal
+from smoe.policy.missing_experts import Missing, Route, missing_experts
 from smoe.policy.prices import LayerPrices, Resolution
 from smoe.policy.substitution import Replacement, Selection, applied
 from smoe.routing import Phase, Routing

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smoe.expert import EXACT, ExpertKey
-from smoe.policy.balance import Balance, Costs
 from smoe.policy.eviction.base import EvictionSettings
+from smoe.policy.load_or_compute import Balance, Costs
 from smoe.policy.plan import HOST, LayerPlan, Load, LoadReason
 from smoe.policy.plan_prefetch import plan_prefetch, spare_slots
 from smoe.policy.plan_progress import carry_out

@@ -10,7 +10,7 @@ import pytest
 
 from smoe.errors import BudgetError
 from smoe.expert import EXACT
-from smoe.policy.balance import Balance, Costs
+from smoe.policy.load_or_compute import Balance, Costs
 from smoe.policy.plan import HOST
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import PoolSize, SlotTable

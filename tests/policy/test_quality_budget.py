@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from smoe.errors import ConfigError
 from smoe.policy.answers import AnswerCosts, choose
-from smoe.policy.misses import Missing, Route
+from smoe.policy.missing_experts import Missing, Route
 from smoe.policy.prices import LayerPrices
 from smoe.policy.quality_budget import BURST_TOKENS, RANGE, QualityBudget, TimeBudget, nats_of_perplexity
 

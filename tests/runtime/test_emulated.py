@@ -22,7 +22,7 @@ from smoe.compute.expert_math import ExpertMath
 from smoe.errors import ConfigError, TransferError
 from smoe.memory.emulation import Emulation
 from smoe.memory.movers import Filler
-from smoe.policy.balance import Costs
+from smoe.policy.load_or_compute import Costs
 from smoe.policy.prediction import Sight
 from smoe.policy.trial import Trial
 from smoe.presets import configure

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.generation.generate import generate
-from smoe.generation.sampling import Sampling
+from smoe.generation.sampling_settings import Sampling
 from tests.server.conftest import ENDLESS, Running, eventually
 
 QUESTIONS = [f"{who} went to the {where}. Question: What did {who} do?" for who in ("Lily", "Tom") for where in

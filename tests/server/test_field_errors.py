@@ -9,9 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from smoe.errors import ConfigError, ContextError
+from smoe.server.api_errors import ApiError, problem_of
 from smoe.server.field_errors import refusal_of
 from smoe.server.fields import ChatAsked, CompletionAsked, RequestFields
-from smoe.server.problem import ApiError, problem_of
 from smoe.server.response_fields import ResponseAsked
 
 SAID = [{"role": "user", "content": "x"}]

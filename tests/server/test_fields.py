@@ -13,10 +13,10 @@ from openai.resources.chat.completions import Completions
 from openai.resources.completions import Completions as TextCompletions
 from openai.resources.responses import Responses
 
+from smoe.server.api_errors import ApiError
 from smoe.server.fields import ChatAsked, CompletionAsked, RequestFields
 from smoe.server.message_fields import MessagesAsked
 from smoe.server.neutral_fields import NEUTRAL, NeutralFields
-from smoe.server.problem import ApiError
 from smoe.server.response_fields import ResponseAsked
 
 OURS = {"seed", "top_k", "min_p", "repetition_penalty", "repeat_penalty", "chat_template_kwargs",

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from smoe.generation.loop import DecodeLoop
 from smoe.generation.request import Piece, Request
-from smoe.generation.sampling import Sampling
+from smoe.generation.sampling_settings import Sampling
 from smoe.routing import Phase
 from smoe.server.first_pass import first_pass
 from smoe.server.serving import Serving

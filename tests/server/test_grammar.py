@@ -9,8 +9,8 @@ import pytest
 import torch
 from tokenizers import AddedToken
 
+from smoe.server.api_errors import ApiError
 from smoe.server.grammar import Grammars, closed
-from smoe.server.problem import ApiError
 from tests.toy import END, ascii_tokenizer
 
 PERSON = {

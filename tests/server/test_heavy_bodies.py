@@ -15,10 +15,10 @@ import pytest
 
 from bench.serve.heavy_bodies import HEAVY, heavy_body
 from smoe.server import listening, serving
+from smoe.server.api_errors import ApiError
 from smoe.server.body import MOST_CONTAINERS, MOST_VALUES, UnknownFields, asked_of, check_size
 from smoe.server.fields import ChatAsked, CompletionAsked
 from smoe.server.guard import BodyBudget
-from smoe.server.problem import ApiError
 from tests.server.conftest import Running, eventually, served
 
 JSON = {"Content-Type": "application/json"}

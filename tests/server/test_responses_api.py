@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from smoe.server.problem import ApiError
+from smoe.server.api_errors import ApiError
 from smoe.server.response_input import messages_of
 from smoe.server.response_store import ResponseStore
 from tests.server.conftest import Running

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from smoe.generation.generate import generate
-from smoe.generation.sampling import Sampling
+from smoe.generation.sampling_settings import Sampling
 from tests.server.conftest import Running, served
 
 PROMPTS = ["Once upon a time", "The dog was", "One day, Tom"]

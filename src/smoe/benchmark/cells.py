@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from smoe.benchmark.prompts import prompt_ids
 from smoe.generation.generate import generate_batch
-from smoe.generation.sampling import Sampling
+from smoe.generation.sampling_settings import Sampling
 from smoe.machine.measure import quick_rates
 from smoe.report.run import RunReport, report_on
 from smoe.runtime.engine import Engine

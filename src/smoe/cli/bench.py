@@ -83,7 +83,7 @@ def command(
     The JSON contains machine, versions, model, budget, and the figures of every measurement.
     """
     from smoe.cli.console import errors, is_quiet
-    from smoe.generation.sampling import check_seed
+    from smoe.generation.sampling_settings import check_seed
 
     check_seed(seed)
     given = {"text": text, "rounds": rounds, "batch": batch, "plot": plot, "tokens": tokens}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from smoe.generation.chat import Chat
-    from smoe.generation.sampling import Sampling
+    from smoe.generation.sampling_settings import Sampling
 
 EPILOG = """Examples:
 
@@ -110,7 +110,7 @@ def _sampling(options: ChatSamplingOptions, model: PreTrainedModel | None) -> Sa
     """Return the sampling settings: the given options, and the model's own values for options that are not given."""
     import secrets
 
-    from smoe.generation.sampling import Sampling
+    from smoe.generation.sampling_settings import Sampling
 
     own = model.generation_config.max_new_tokens if model is not None else None
     given = options.max_new_tokens
@@ -137,7 +137,7 @@ def _show_settings(model: PreTrainedModel, chat: Chat, sampling: Sampling, optio
     the memory budget is divided."""
     from smoe.cli.console import note
     from smoe.cli.session import described
-    from smoe.generation.choices import choices_of
+    from smoe.generation.library_settings import choices_of
 
     choices = choices_of(model, sampling)
     lines = [f"{name} {value:g} ({whose})" for name, (value, whose) in choices.items()]

@@ -22,7 +22,7 @@ from smoe.safe_path import module_line
 from smoe.units import format_count
 
 if TYPE_CHECKING:
-    from smoe.cluster.identity import Coordinator
+    from smoe.cluster.stored_identity import Coordinator
 
 MOST_LOCAL = 64
 DEFAULT_LOCAL = 2
@@ -150,7 +150,7 @@ def invite(
 
     check_zmq()
     from smoe.cluster.address import reach_of
-    from smoe.cluster.identity import INVITATION_SECONDS, invitation, store_coordinator
+    from smoe.cluster.stored_identity import INVITATION_SECONDS, invitation, store_coordinator
 
     coordinator = _inviting(name, address, every_interface)
     reach = reach_of(coordinator.address, coordinator.everywhere)
@@ -179,7 +179,7 @@ def _inviting(name: str, address: str | None, every_interface: bool | None) -> C
     """Return the coordinator of the cluster, new or stored, with the address and interfaces that were given."""
     from dataclasses import replace
 
-    from smoe.cluster.identity import checked_name, clusters, new_coordinator, read_coordinator
+    from smoe.cluster.stored_identity import checked_name, clusters, new_coordinator, read_coordinator
 
     if checked_name(name, "name") in clusters():
         coordinator = read_coordinator(name)
@@ -229,7 +229,7 @@ def join(
     check_zmq()
     import socket
 
-    from smoe.cluster.identity import accepted, is_name, read_worker
+    from smoe.cluster.stored_identity import accepted, is_name, read_worker
 
     if not invitation.startswith("smoe:") and not is_name(invitation):
         raise ClusterError(
@@ -261,7 +261,7 @@ def work(
     draft: Draft = False,
 ) -> None:
     """Run one of the workers of `smoe cluster up`, or its draft model."""
-    from smoe.cluster.identity import read_worker
+    from smoe.cluster.stored_identity import read_worker
 
     if draft:
         be_draft(read_worker(name), model, threads)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from smoe.units import format_count
 
 if TYPE_CHECKING:
-    from smoe.cluster.identity import Coordinator
+    from smoe.cluster.stored_identity import Coordinator
 
 
 def moved_to(coordinator: Coordinator, address: str) -> Coordinator:

@@ -12,7 +12,7 @@ from smoe.errors import ConfigError
 from smoe.units import format_bytes
 
 if TYPE_CHECKING:
-    from smoe.cluster.identity import Worker
+    from smoe.cluster.stored_identity import Worker
 
 Draft = Annotated[
     bool,
@@ -47,7 +47,7 @@ def be_draft(me: Worker, model: str, threads: int | None) -> None:
     from smoe.cli.console import note
     from smoe.cluster.address import to_connect_to
     from smoe.cluster.draft_process import DraftProcess
-    from smoe.cluster.identity import keep_worker
+    from smoe.cluster.stored_identity import keep_worker
     from smoe.load.remote_draft import DraftFiles
 
     to_connect_to(me.address)  # refuse a name that does not resolve before reading files

@@ -17,7 +17,7 @@ from smoe.errors import ConfigError
 from smoe.units import format_count
 
 if TYPE_CHECKING:
-    from smoe.cluster.identity import Coordinator
+    from smoe.cluster.stored_identity import Coordinator
     from smoe.cluster.worker import Served
 
 MOST_WORKERS = 1024
@@ -141,7 +141,13 @@ def token_file() -> Path | None:
 
 def _coordinator_of(name: str, address: str | None) -> Coordinator:
     """Return the coordinator's record of the cluster of this name. If there is no such cluster, create it."""
-    from smoe.cluster.identity import checked_name, clusters, new_coordinator, read_coordinator, store_coordinator
+    from smoe.cluster.stored_identity import (
+        checked_name,
+        clusters,
+        new_coordinator,
+        read_coordinator,
+        store_coordinator,
+    )
 
     is_known = checked_name(name, "name") in clusters()
     coordinator = read_coordinator(name) if is_known else new_coordinator(name, address or "127.0.0.1")

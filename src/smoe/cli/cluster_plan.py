@@ -144,7 +144,7 @@ def _measured(name: str) -> list[MeasuredWorker]:
     from smoe.simulator.cluster_forecast import MeasuredWorker
 
     check_zmq()
-    from smoe.cluster.identity import read_coordinator, read_status
+    from smoe.cluster.stored_identity import read_coordinator, read_status
 
     stored = read_status(read_coordinator(name, "name").name)
     known = [each for each in (stored or {"workers": []})["workers"] if each["seconds_per_expert"]]

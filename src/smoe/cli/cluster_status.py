@@ -14,7 +14,7 @@ from smoe.errors import ClusterError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from smoe.cluster.identity import Coordinator
+    from smoe.cluster.stored_identity import Coordinator
 
 
 def status(
@@ -35,7 +35,7 @@ def status(
     from rich.text import Text
 
     from smoe.cli.console import output, print_json
-    from smoe.cluster.identity import read_coordinator
+    from smoe.cluster.stored_identity import read_coordinator
 
     coordinator = read_coordinator(_only_cluster() if name is None else name, "name")
     report = _state_of(coordinator)
@@ -56,7 +56,7 @@ def status(
 
 def _only_cluster() -> str:
     """Return the name of the only cluster on this machine. Raises `ClusterError` if there is none, or more than one."""
-    from smoe.cluster.identity import clusters
+    from smoe.cluster.stored_identity import clusters
 
     known = clusters()
     if len(known) == 1:
@@ -70,8 +70,8 @@ def _only_cluster() -> str:
 
 def _state_of(coordinator: Coordinator) -> dict[str, Any]:
     """Return the state that the cluster's coordinator stored last, and whether the coordinator still runs."""
-    from smoe.cluster.identity import read_status
     from smoe.cluster.running import coordinator_process
+    from smoe.cluster.stored_identity import read_status
 
     stored, process = read_status(coordinator.name), coordinator_process(coordinator.name)
     return {

@@ -10,7 +10,7 @@ from smoe.errors import ConfigError
 from smoe.units import format_bytes, format_count, parse_bytes
 
 if TYPE_CHECKING:
-    from smoe.cluster.identity import Worker
+    from smoe.cluster.stored_identity import Worker
     from smoe.cluster.talking import Talking
 
 DEFAULT_WORKER_MEMORY = "512MiB"
@@ -104,7 +104,7 @@ def _serve(me: Worker, model: str, room: WorkerRoom, threads: int | None, precis
     from dataclasses import replace
 
     from smoe.cli.console import note
-    from smoe.cluster.identity import keep_worker
+    from smoe.cluster.stored_identity import keep_worker
     from smoe.cluster.worker import WorkerProcess
     from smoe.load.worker_experts import open_experts
     from smoe.machine.processor import set_compute_threads

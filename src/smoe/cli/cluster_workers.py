@@ -12,7 +12,7 @@ from smoe.errors import ClusterError
 from smoe.safe_path import WORKING_FOLDER, child_environment
 
 if TYPE_CHECKING:
-    from smoe.cluster.identity import Coordinator
+    from smoe.cluster.stored_identity import Coordinator
 
 _ENDING_SECONDS = 10.0
 """How many seconds a worker gets to end in an orderly way."""
@@ -38,7 +38,8 @@ def local_workers(name: str, count: int, draft: bool = False) -> tuple[Coordinat
     """Create the records of `count` workers of a cluster on this machine, and of its draft model if `draft`. This
     process supervises them from now on. Return the cluster and the workers' names. Raises `ClusterError` if another
     process supervises them."""
-    from smoe.cluster.identity import (
+    from smoe.cluster.running import become_keeper
+    from smoe.cluster.stored_identity import (
         KeyPair,
         Worker,
         checked_name,
@@ -48,7 +49,6 @@ def local_workers(name: str, count: int, draft: bool = False) -> tuple[Coordinat
         read_coordinator,
         store_coordinator,
     )
-    from smoe.cluster.running import become_keeper
 
     become_keeper(checked_name(name, "name"))
     coordinator = read_coordinator(name) if name in clusters() else new_coordinator(name)

@@ -68,8 +68,8 @@ def _workers(draft_precision: str | None) -> Preparation:
 
 def _are_running(with_draft: bool) -> bool:
     """Return whether workers of the default cluster already run on this machine."""
-    from smoe.cluster.identity import clusters, read_coordinator
     from smoe.cluster.running import keeper_process
+    from smoe.cluster.stored_identity import clusters, read_coordinator
 
     if DEFAULT_NAME not in clusters() or keeper_process(DEFAULT_NAME) is None:
         return False

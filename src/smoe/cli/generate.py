@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from smoe.cli.summary import RunSetup
     from smoe.generation.detokenizer import OnText
     from smoe.generation.generate import Answer
-    from smoe.generation.sampling import Sampling
+    from smoe.generation.sampling_settings import Sampling
     from smoe.report.run import RunReport
 
 EPILOG = """Examples:
@@ -118,7 +118,7 @@ def read_prompts(options: PromptOptions, model: str) -> list[str]:
 
 def to_sampling(options: SamplingOptions) -> Sampling:
     """Return the sampling options as `Sampling`."""
-    from smoe.generation.sampling import Sampling
+    from smoe.generation.sampling_settings import Sampling
 
     return Sampling(
         max_new_tokens=options.max_new_tokens,

@@ -17,7 +17,7 @@ from smoe.cli.settings import asks_for_help, described, listing, settings_of
 from smoe.config import DEFAULT_ALPHA, SETTINGS, EngineConfig
 from smoe.errors import ConfigError
 from smoe.presets import PRESETS, configure
-from smoe.settings import ENGINE, MEMORY, Setting
+from smoe.setting_declaration import ENGINE, MEMORY, Setting
 from smoe.units import parse_bytes
 
 Model = Annotated[

@@ -16,7 +16,7 @@ from smoe.errors import ConfigError
 
 if TYPE_CHECKING:
     from smoe.generation.library_batch import Batch
-    from smoe.generation.sampling import Sampling
+    from smoe.generation.sampling_settings import Sampling
     from smoe.runtime.engine import Engine
     from smoe.trace.recorder import Recorder
 
@@ -199,9 +199,9 @@ def _batches(tokenizer: Any, prompts: list[str], engine: Engine) -> list[Batch]:
     """Return the prompts in batches of token ids. Raises `ContextError` for a prompt that is too long, before the first
     prompt runs."""
     from smoe.errors import ContextError
-    from smoe.generation.choices import pad_token
     from smoe.generation.generate import encode
     from smoe.generation.library_batch import pad
+    from smoe.generation.library_settings import pad_token
 
     rows, filler = engine.config.max_sequences, pad_token(tokenizer)
     encoded = encode(tokenizer, prompts)

@@ -157,7 +157,7 @@ def _note_draft(report: dict[str, Any] | None) -> None:
 def _open_to(cluster: str) -> str:
     """Return in words on which address the coordinator will listen, and which machines it will admit."""
     from smoe.cluster.address import reach_of
-    from smoe.cluster.identity import read_coordinator
+    from smoe.cluster.stored_identity import read_coordinator
 
     coordinator = read_coordinator(cluster)
     reach = reach_of(coordinator.address, coordinator.everywhere)

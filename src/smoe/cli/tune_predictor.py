@@ -113,7 +113,7 @@ def _recorded(model: str, engine: EngineOptions, tuned: TuneOptions) -> Iterator
     reads the text."""
     from smoe.cli.record import record
     from smoe.eval.texts import read_documents
-    from smoe.generation.sampling import Sampling
+    from smoe.generation.sampling_settings import Sampling
 
     if tuned.trace:
         yield tuned.trace

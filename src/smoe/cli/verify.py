@@ -70,7 +70,7 @@ def command(
     transformers on their dequantised numbers, up to rounding.
     """
     from smoe.cli.console import is_quiet, print_json
-    from smoe.generation.sampling import check_seed
+    from smoe.generation.sampling_settings import check_seed
 
     check_seed(seed)
     report = _verify(model, engine, tokens, seed, is_quiet=json or is_quiet())

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from smoe.cluster.identity import MOST_NAME, Coordinator, is_name, read_coordinator, store_coordinator
+from smoe.cluster.stored_identity import MOST_NAME, Coordinator, is_name, read_coordinator, store_coordinator
 from smoe.errors import ClusterError
 
 

@@ -23,7 +23,7 @@ import zmq
 from smoe.cluster import frames
 from smoe.cluster.dial import dial, refusal, watched
 from smoe.cluster.frames import Frame, FrameError, FrameKind
-from smoe.cluster.identity import Worker
+from smoe.cluster.stored_identity import Worker
 from smoe.errors import ClusterError
 from smoe.kernels.experts import Bits
 

@@ -12,7 +12,7 @@ from zmq.utils.monitor import parse_monitor_message
 from smoe.cluster import frames
 from smoe.cluster.address import to_connect_to
 from smoe.cluster.frames import Frame
-from smoe.cluster.identity import Worker
+from smoe.cluster.stored_identity import Worker
 from smoe.errors import WorkerRefusedError
 
 _TURNED_AWAY = 400

@@ -23,7 +23,7 @@ from smoe.cluster import draft_frames, frames
 from smoe.cluster.dial import refusal
 from smoe.cluster.draft_frames import ExpectedExperts
 from smoe.cluster.frames import Frame, FrameKind
-from smoe.cluster.identity import Worker
+from smoe.cluster.stored_identity import Worker
 from smoe.cluster.talking import Talking
 from smoe.errors import SmoeError
 from smoe.policy.draft_predictions import Expected, TokenStep

@@ -9,7 +9,8 @@ import shutil
 from contextlib import suppress
 from dataclasses import replace
 
-from smoe.cluster.identity import (
+from smoe.cluster.running import coordinator_process, keeper_process
+from smoe.cluster.stored_identity import (
     Coordinator,
     checked_name,
     clusters,
@@ -19,7 +20,6 @@ from smoe.cluster.identity import (
     read_worker,
     store_coordinator,
 )
-from smoe.cluster.running import coordinator_process, keeper_process
 from smoe.errors import ClusterError
 
 

@@ -1,7 +1,7 @@
 """The coordinator's end of all connections: one thread that sends requests, receives results and watches deadlines.
 
     computing thread --submit--> [link] --WORK--> worker ... DONE --> futures
-                                   ` late, silent, disconnected, invalid: others get the request too (`under_way.py`)
+                                   ` late, silent, disconnected, invalid: others get it too (`requests_in_flight.py`)
 
 The first result counts; later ones are dropped. Keys decide which machines may send: an unknown key is accepted only
 while an invitation is valid, and only for a HELLO.
@@ -25,13 +25,13 @@ from smoe.cluster import frames
 from smoe.cluster.address import to_listen_at
 from smoe.cluster.draft_session import Seat
 from smoe.cluster.frames import Frame, FrameError, FrameKind, RowFormat
-from smoe.cluster.identity import Coordinator
 from smoe.cluster.listening_sockets import ListeningSockets, Membership, user_of
 from smoe.cluster.members import Loss, Member, WorkerState
 from smoe.cluster.pollable_queue import PollableQueue
 from smoe.cluster.requests import ExpertRequest, PendingProof, Proof, resolve
+from smoe.cluster.requests_in_flight import UnderWay
 from smoe.cluster.spot_checks import SpotChecks
-from smoe.cluster.under_way import UnderWay
+from smoe.cluster.stored_identity import Coordinator
 from smoe.compute.unit import ComputeUnit, ExpertTask
 from smoe.expert import ExpertKey
 from smoe.memory.streams import Fetched

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from smoe.cluster.frames import Times
 from smoe.compute.unit import ExpertTask
 from smoe.expert import ExpertKey
-from smoe.policy.balance import FLAT
+from smoe.policy.load_or_compute import FLAT
 from smoe.policy.placement import WorkerView
 
 _WEIGHT = 0.2

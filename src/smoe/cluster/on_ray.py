@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from smoe.cluster.address import to_listen_at
-from smoe.cluster.identity import Coordinator, KeyPair, Worker, checked_name, read_coordinator, store_coordinator
+from smoe.cluster.stored_identity import Coordinator, KeyPair, Worker, checked_name, read_coordinator, store_coordinator
 from smoe.errors import ClusterError, ConfigError, SmoeError
 from smoe.safe_path import WORKING_FOLDER, child_environment, code_line
 

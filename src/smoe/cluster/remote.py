@@ -24,10 +24,10 @@ from smoe.cluster.admission import Admission
 from smoe.cluster.describing import Describer, LightWorker
 from smoe.cluster.draft_session import Seat
 from smoe.cluster.frames import FrameKind, RowFormat
-from smoe.cluster.identity import Coordinator, is_name, keep_status
 from smoe.cluster.link import ClusterLink
 from smoe.cluster.members import Member, WorkerState
 from smoe.cluster.requests import Proof
+from smoe.cluster.stored_identity import Coordinator, is_name, keep_status
 from smoe.compute.experts_alone import ExpertsAlone
 from smoe.compute.unit import ComputeUnit, ExpertTask
 from smoe.errors import ClusterError

@@ -7,7 +7,7 @@ import time
 
 import psutil
 
-from smoe.cluster.identity import keep_keeper, read_keeper, read_status
+from smoe.cluster.stored_identity import keep_keeper, read_keeper, read_status
 from smoe.errors import ClusterError
 
 _STATUS_SECONDS = 3.0

@@ -18,8 +18,8 @@ import zmq
 from smoe.cluster import frames
 from smoe.cluster.dial import dial, watched
 from smoe.cluster.frames import Frame, FrameError, FrameKind
-from smoe.cluster.identity import Worker
 from smoe.cluster.pollable_queue import PollableQueue
+from smoe.cluster.stored_identity import Worker
 
 BEAT_SECONDS = 0.1
 _HELLO_SECONDS = 0.5

@@ -25,7 +25,7 @@ from smoe import __version__
 from smoe.cluster import frames
 from smoe.cluster.dial import refusal
 from smoe.cluster.frames import Frame, FrameError, FrameKind, RowFormat, Times
-from smoe.cluster.identity import Worker
+from smoe.cluster.stored_identity import Worker
 from smoe.cluster.talking import Talking
 from smoe.compute.experts_alone import ExpertsAlone
 from smoe.config import EngineConfig

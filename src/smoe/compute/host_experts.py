@@ -27,7 +27,7 @@ from smoe.memory.host import HostTier, Lease
 from smoe.memory.movers import Filler
 from smoe.memory.pacing import Pacing
 from smoe.memory.store import ExpertStore
-from smoe.policy.balance import FLAT, Balance, Costs, RecentCosts
+from smoe.policy.load_or_compute import FLAT, Balance, Costs, RecentCosts
 from smoe.policy.prediction import Prediction
 from smoe.routing import Phase, Routing
 

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from smoe.expert import ExpertKey
-from smoe.policy.balance import Sharing
+from smoe.policy.load_or_compute import Sharing
 from smoe.policy.prediction import Prediction
 from smoe.routing import Routing
 

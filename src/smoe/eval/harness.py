@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError
 from smoe.eval.questions import Reader, Tick, answer
-from smoe.generation.choices import end_tokens
+from smoe.generation.library_settings import end_tokens
 
 _METRICS = ("exact_match", "acc", "em")
 """Names of metrics that score a single answer as right or wrong. Of these, the first one that a task has is used."""

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from smoe.errors import ContextError
 from smoe.eval.texts import records, unusable
-from smoe.generation.choices import end_tokens
+from smoe.generation.library_settings import end_tokens
 from smoe.generation.teacher_forcing import forced
 from smoe.models.files import DEMO_FOLDER
 from smoe.models.kv_cache import RowCache

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 from smoe.conversation.conversation import Conversation
 from smoe.conversation.prompt import ConversationPrompts, Written
 from smoe.errors import ChatTemplateError
-from smoe.generation.choices import end_tokens
 from smoe.generation.detokenizer import OnText
 from smoe.generation.generate import Generation, generate_batch
+from smoe.generation.library_settings import end_tokens
 from smoe.generation.loop import DecodeLoop
-from smoe.generation.sampling import Sampling
+from smoe.generation.sampling_settings import Sampling
 from smoe.runtime.engine import Engine
 
 

@@ -18,7 +18,7 @@ from smoe.errors import CheckpointError, ConfigError, ContextError
 from smoe.generation.detokenizer import OnText
 from smoe.generation.loop import DecodeLoop
 from smoe.generation.request import End, EndReason, Piece, Request
-from smoe.generation.sampling import Sampling
+from smoe.generation.sampling_settings import Sampling
 from smoe.machine.processor import waited_seconds
 from smoe.metrics import Counters
 from smoe.runtime.engine import Engine

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from smoe.generation.choices import generation_config
-from smoe.generation.sampling import Sampling
+from smoe.generation.library_settings import generation_config
+from smoe.generation.sampling_settings import Sampling
 from smoe.runtime.engine import Engine
 
 

@@ -26,8 +26,8 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError, ContextError, EngineBusyError, EngineStateError
-from smoe.generation.choices import end_tokens, generation_config
 from smoe.generation.detokenizer import TextStream
+from smoe.generation.library_settings import end_tokens, generation_config
 from smoe.generation.prompt_images import piece_end
 from smoe.generation.request import End, EndReason, Piece, Request
 from smoe.generation.row_text import common_beginning

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from smoe.generation.prompt_images import PromptImages
-from smoe.generation.sampling import Sampling
+from smoe.generation.sampling_settings import Sampling
 
 
 class Constraint(Protocol):

@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel, RepetitionPenaltyLog
 
 from smoe.errors import ModelError
 from smoe.generation.request import Constraint, Likely
-from smoe.generation.sampling import Sampling
+from smoe.generation.sampling_settings import Sampling
 
 
 class Sampler:

@@ -33,9 +33,9 @@ from smoe.models.rotary import RotaryLengths
 from smoe.models.spec import ModelSpec
 from smoe.models.weight_samples import checksum
 from smoe.policy.answering import Answering
-from smoe.policy.balance import Costs
 from smoe.policy.budget import Ledger
 from smoe.policy.eviction.base import EvictionSettings
+from smoe.policy.load_or_compute import Costs
 from smoe.policy.plan import HOST
 from smoe.policy.prediction import Listener, Predictor
 from smoe.policy.prices import PriceTable

@@ -85,7 +85,7 @@ def check_cluster(config: EngineConfig) -> None:
                 raise ConfigError.idle(name, getattr(config, name), "`cluster`")
         return
     check_zmq()
-    from smoe.cluster.identity import read_coordinator
+    from smoe.cluster.stored_identity import read_coordinator
 
     read_coordinator(config.cluster)
 
@@ -107,8 +107,8 @@ def cluster_of(
     """
     from smoe.cluster.admission import Admission
     from smoe.cluster.frames import RowFormat
-    from smoe.cluster.identity import read_coordinator
     from smoe.cluster.remote import Cluster
+    from smoe.cluster.stored_identity import read_coordinator
 
     store = arrivals.stores[EXACT]
     math = _movable_math(model, spec, config, store)

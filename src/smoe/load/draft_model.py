@@ -112,7 +112,7 @@ def placed_draft(config: EngineConfig) -> EngineConfig:
         return config
     place = "coordinator"
     if config.cluster is not None:
-        from smoe.cluster.identity import read_coordinator
+        from smoe.cluster.stored_identity import read_coordinator
 
         place = "cluster" if read_coordinator(config.cluster).drafts else "coordinator"
     return replace(config, draft_on=place)

@@ -14,7 +14,7 @@ from math import inf
 from typing import NamedTuple
 
 from smoe.policy.answers import AnswerCosts, choose
-from smoe.policy.misses import missing_experts
+from smoe.policy.missing_experts import missing_experts
 from smoe.policy.plan import HOST, Serve
 from smoe.policy.prices import PriceTable, Resolution
 from smoe.policy.quality_budget import QualityBudget, TimeBudget

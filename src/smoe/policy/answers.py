@@ -36,7 +36,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from math import inf
 from typing import NamedTuple, TypeAlias
 
-from smoe.policy.misses import Missing, Route
+from smoe.policy.missing_experts import Missing, Route
 from smoe.policy.prices import LayerPrices, Resolution
 from smoe.policy.substitution import Replacement
 

@@ -13,7 +13,7 @@ from math import inf
 from typing import NamedTuple
 
 from smoe.expert import EXACT, ExpertKey
-from smoe.policy.balance import importance
+from smoe.policy.load_or_compute import importance
 from smoe.policy.plan import Serve
 from smoe.routing import Routing
 

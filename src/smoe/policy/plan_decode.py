@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from smoe.errors import BudgetError
 from smoe.expert import EXACT, LOW, ExpertKey
 from smoe.policy.answering import Assigned
-from smoe.policy.balance import Sharing
 from smoe.policy.eviction.base import Eviction
+from smoe.policy.load_or_compute import Sharing
 from smoe.policy.plan import LayerPlan, Load, LoadReason, Promotion, Serve
 from smoe.policy.residency import SlotTable
 from smoe.routing import Routing

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from smoe.errors import BudgetError
 from smoe.expert import EXACT, ExpertKey
-from smoe.policy.balance import Sharing
 from smoe.policy.eviction.base import Eviction
+from smoe.policy.load_or_compute import Sharing
 from smoe.policy.plan import DEVICE, LayerPlan, Load, LoadReason, Promotion, Serve
 from smoe.policy.residency import SlotTable
 from smoe.routing import Routing, last_rows

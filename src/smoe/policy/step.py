@@ -11,7 +11,8 @@ two cases.
 Decode (`plan_decode.py`). Resident experts are computed first, then those in flight, then missing ones in the order of
 their loads, so that computing overlaps reading. A missing expert is loaded into a free cache slot or the slot of a
 victim. If one layer needs more experts than there are slots, later loads use the slots of experts that were computed
-before (waves). On a device with its own memory, the CPU may compute some of the missing experts (`policy/balance.py`).
+before (waves). On a device with its own memory, the CPU may compute some of the missing experts
+(`policy/load_or_compute.py`).
 
 Prefill (`plan_prefill.py`). Experts are computed in ascending order, each loaded at most once, through the staging
 slots. As many become resident as the layer's share of free cache slots allows. A long prompt therefore changes which
@@ -31,9 +32,9 @@ from typing import NamedTuple
 
 from smoe.expert import EXACT, LOW, ExpertKey
 from smoe.policy.answering import Answered, Assigned
-from smoe.policy.balance import Sharing
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.importance import ALL_IMPORTANT, Thresholds, graded, without
+from smoe.policy.load_or_compute import Sharing
 from smoe.policy.plan import LayerPlan
 from smoe.policy.plan_decode import plan_decode
 from smoe.policy.plan_prefill import plan_prefill

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from smoe.memory.emulation import DeviceProfile
-from smoe.policy.balance import BALANCERS
 from smoe.policy.budget import MAX_STAGING_SLOTS
 from smoe.policy.eviction.base import Eviction
+from smoe.policy.load_or_compute import BALANCERS
 from smoe.policy.prediction import Predictor
 from smoe.policy.step import Switches
 from smoe.routing import Routing

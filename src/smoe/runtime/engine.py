@@ -36,7 +36,7 @@ from smoe.runtime.observer import RoutingList, StepObserver
 from smoe.runtime.passes import Passes
 from smoe.runtime.reserve import Reserve
 from smoe.runtime.substitution import substitution_of
-from smoe.settings import Number
+from smoe.setting_declaration import Number
 from smoe.units import format_bytes, identifier
 
 _SECONDS = Number("a number of seconds of at least 0", lambda value: 0 <= value < math.inf)

@@ -25,7 +25,7 @@ from smoe.memory.arena import Arena
 from smoe.models.kv_cache import RowCache
 from smoe.policy.budget import Ledger
 from smoe.runtime.execute import LayerExecutor
-from smoe.settings import Count
+from smoe.setting_declaration import Count
 
 _WORTH_RETURNING = 4 * 2**20
 """The smallest number of bytes, freed by a step, for which the allocator is asked to return memory to the operating

@@ -13,9 +13,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from smoe.server.api_errors import ApiError, problem_of
 from smoe.server.choice import ChoiceText, Delta
 from smoe.server.events import DONE, PATIENCE_SECONDS, STILL_HERE, EventStream, Json, event, unless_gone
-from smoe.server.problem import ApiError, problem_of
 from smoe.server.serving import Serving
 from smoe.server.texts import Texts
 

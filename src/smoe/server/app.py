@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Scope
 
 from smoe import __version__
 from smoe.report.watched import Watched
+from smoe.server.api_errors import ApiError, problem_of
 from smoe.server.chat import chat_completions
 from smoe.server.completion import completions
 from smoe.server.events import CLIENT_GONE, ClientGoneError, Json
@@ -23,7 +24,6 @@ from smoe.server.guard import PROBES, BodyBudget, Guard
 from smoe.server.local_routes import add_local_paths
 from smoe.server.messages import count_tokens, messages
 from smoe.server.openapi import METRICS_TYPE, document
-from smoe.server.problem import ApiError, problem_of
 from smoe.server.request_lines import RequestLines
 from smoe.server.responses import Responses
 from smoe.server.serving import IGNORED_FIELDS, Serving, add_post

@@ -23,9 +23,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 
+from smoe.server.api_errors import ApiError, refused
 from smoe.server.events import ClientGoneError
 from smoe.server.field_errors import refusal_of, shortened
-from smoe.server.problem import ApiError, refused
 
 _log = logging.getLogger(__name__)
 MOST_CONTAINERS = 50_000

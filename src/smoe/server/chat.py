@@ -9,10 +9,10 @@ from starlette.responses import Response
 
 from smoe.conversation.conversation import Ending
 from smoe.server.answer import EndpointAnswer, Form, head_of
+from smoe.server.api_errors import refused
 from smoe.server.choice import ChoiceText, Delta, ToolCall, usage_of
 from smoe.server.events import event
 from smoe.server.fields import ChatAsked
-from smoe.server.problem import refused
 from smoe.server.serving import Serving
 from smoe.server.talk import Prepared, Talk, prepare, schema_of, template_of
 from smoe.server.texts import Texts

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from smoe.generation.request import End, EndReason, Piece, Request
+from smoe.server.api_errors import over
 from smoe.server.output.output_reader import OutputReader, Part, plain_text
-from smoe.server.problem import over
 from smoe.server.token_text import TokenTexts
 
 

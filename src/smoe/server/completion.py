@@ -8,10 +8,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from smoe.server.answer import EndpointAnswer, Form, head_of
+from smoe.server.api_errors import refused
 from smoe.server.choice import ChoiceText, Delta, TokenChances, usage_of
 from smoe.server.events import event
 from smoe.server.fields import MOST_TEXTS, CompletionAsked
-from smoe.server.problem import refused
 from smoe.server.serving import Serving
 from smoe.server.talk import another, grammar_of, refuse_endless, sampling_of, schema_of, texts_of
 from smoe.server.texts import TextRequest, Texts

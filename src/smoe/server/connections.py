@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from smoe.server.api_errors import busy
 from smoe.server.connection import Connection
-from smoe.server.problem import busy
 from smoe.server.settings import FEWEST_CONNECTIONS, ServerConfig
 
 _log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
-from smoe.server.problem import ApiError, refused
+from smoe.server.api_errors import ApiError, refused
 
 _LONGEST_SHOWN = 60
 _LONGEST_NAME = 80

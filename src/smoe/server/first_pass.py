@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from smoe.generation.loop import DecodeLoop
 from smoe.generation.request import End, Piece, Request
-from smoe.generation.sampling import Sampling
+from smoe.generation.sampling_settings import Sampling
 
 _PROMPT_TOKENS, _NEW_TOKENS = 8, 2
 

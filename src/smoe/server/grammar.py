@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from smoe.server.api_errors import ApiError, refused
 from smoe.server.fields import GivenGrammar
-from smoe.server.problem import ApiError, refused
 
 _LONGEST_SCHEMA = 200_000
 """The maximum number of characters of a schema."""

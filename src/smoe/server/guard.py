@@ -25,8 +25,8 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from smoe.server.api_errors import ApiError, busy
 from smoe.server.events import Json
-from smoe.server.problem import ApiError, busy
 from smoe.server.settings import ServerConfig, is_loopback
 
 _log = logging.getLogger(__name__)

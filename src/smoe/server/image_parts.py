@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from smoe.server.problem import refused
+from smoe.server.api_errors import refused
 
 IMAGE_PARTS = ("image_url", "input_image", "image")
 """The types of parts that are images."""

@@ -10,7 +10,7 @@ import json
 import re
 from typing import NamedTuple
 
-from smoe.server.problem import ApiError, refused
+from smoe.server.api_errors import ApiError, refused
 
 _LONGEST = 100_000
 """The maximum number of characters of a regular expression, and of a grammar."""

@@ -8,10 +8,10 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from smoe.server.api_errors import ApiError
 from smoe.server.events import Json
 from smoe.server.ollama import ollama_chat, ollama_generate
 from smoe.server.ollama_models import OllamaModel, ollama_version
-from smoe.server.problem import ApiError
 from smoe.server.serving import Serving, add_post
 from smoe.server.token_endpoints import detokenize, properties, tokenize
 

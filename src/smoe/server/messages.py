@@ -12,11 +12,11 @@ from starlette.responses import Response
 from smoe.conversation.conversation import NEW_ANSWER, Ending
 from smoe.generation.request import EndReason
 from smoe.server.answer import EndpointAnswer
+from smoe.server.api_errors import ApiError, refused
 from smoe.server.choice import ChoiceText, Delta, arguments_of
 from smoe.server.events import Json, event
 from smoe.server.image_parts import has_images
 from smoe.server.message_fields import CountAsked, MessagesAsked
-from smoe.server.problem import ApiError, refused
 from smoe.server.prompts import text_of
 from smoe.server.serving import Serving
 from smoe.server.talk import Prepared, Talk, prepare, prompt_of, template_of, thinking

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from smoe.server.answer import EndpointAnswer
+from smoe.server.api_errors import ApiError, refused
 from smoe.server.body import fields_of
 from smoe.server.chat import talk_of
 from smoe.server.choice import ChoiceText, Delta, ToolCall, arguments_of
@@ -21,7 +22,6 @@ from smoe.server.events import Json, to_json
 from smoe.server.fields import ChatAsked, CompletionAsked
 from smoe.server.image_parts import with_images
 from smoe.server.ollama_fields import OllamaChatAsked, OllamaGenerateAsked, OllamaGenerating
-from smoe.server.problem import ApiError, refused
 from smoe.server.serving import Serving
 from smoe.server.talk import Prepared, prepare, thinking
 from smoe.server.texts import Texts

@@ -11,11 +11,11 @@ from smoe.conversation.conversation import NEW_ANSWER, Conversation, Ending
 from smoe.conversation.prompt import ConversationPrompts, Written
 from smoe.errors import ChatTemplateError, ContextError
 from smoe.generation.generate import encode
+from smoe.server.api_errors import ApiError, refused
 from smoe.server.image_parts import IMAGE_PARTS, has_images, url_of
 from smoe.server.image_prompts import ImagePrompts, Prompt
 from smoe.server.output.families import format_of
 from smoe.server.output.output_format import At
-from smoe.server.problem import ApiError, refused
 
 _LAST_TOKENS = 16
 """The number of last prompt tokens that contain the marker that begins reasoning (one or several tokens) and the space

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from smoe.server.api_errors import refused
 from smoe.server.image_parts import has_images
-from smoe.server.problem import refused
 from smoe.server.prompts import text_of
 from smoe.server.response_calls import CALLS, called
 from smoe.server.response_fields import ResponseAsked

@@ -6,8 +6,8 @@ import json
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
+from smoe.server.api_errors import ApiError
 from smoe.server.events import to_json
-from smoe.server.problem import ApiError
 
 MOST_RESPONSES = 1000
 _MOST_BYTES = 32 << 20

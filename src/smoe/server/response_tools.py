@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from smoe.server.api_errors import refused
 from smoe.server.lark_pattern import pattern_of_lark
 from smoe.server.output.parameters import WHOLE_PATTERN
-from smoe.server.problem import refused
 from smoe.server.response_fields import HOSTED_TOOLS
 
 _INPUT = "input"

@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from smoe.server.answer import EndpointAnswer
+from smoe.server.api_errors import ApiError
 from smoe.server.choice import ChoiceText, Delta
 from smoe.server.events import event, to_json
 from smoe.server.output.output_reader import Part
-from smoe.server.problem import ApiError
 from smoe.server.response_calls import CallEvent, CallItem, call_item
 from smoe.server.response_fields import ResponseAsked
 from smoe.server.response_input import talk_of

@@ -20,13 +20,14 @@ from transformers import PreTrainedModel
 
 from smoe import __version__
 from smoe.errors import EngineStateError
-from smoe.generation.choices import end_tokens
+from smoe.generation.library_settings import end_tokens
 from smoe.generation.loop import DecodeLoop, Prefill
 from smoe.generation.request import End, Piece, Request
 from smoe.machine.native_heap import give_back_heap
 from smoe.metrics import Counters
 from smoe.models.finish_spec import position_limit
 from smoe.runtime.engine import Engine
+from smoe.server.api_errors import ApiError, busy, failed, over, problem_of, refused
 from smoe.server.body import AskedFields, UnknownFields, asked_of, body_of
 from smoe.server.fields import UP_TO_THE_CONTEXT
 from smoe.server.grammar import Grammars
@@ -34,7 +35,6 @@ from smoe.server.guard import release_body
 from smoe.server.image_prompts import ImagePrompts, why_no_images
 from smoe.server.meters import Meters
 from smoe.server.model_health import ModelHealth
-from smoe.server.problem import ApiError, busy, failed, over, problem_of, refused
 from smoe.server.prompts import Prompts
 from smoe.server.request_lines import note_asked
 from smoe.server.settings import ServerConfig

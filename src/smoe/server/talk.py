@@ -12,10 +12,11 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from smoe.conversation.conversation import NEW_ANSWER, Ending
-from smoe.generation.choices import COLDEST
+from smoe.generation.library_settings import COLDEST
 from smoe.generation.prompt_images import PromptImages
 from smoe.generation.request import Request
-from smoe.generation.sampling import Sampling
+from smoe.generation.sampling_settings import Sampling
+from smoe.server.api_errors import refused
 from smoe.server.choice import ChoiceText
 from smoe.server.constraints import Both, Copied
 from smoe.server.fields import Completing, GivenGrammar, RequestFields, ResponseFormat
@@ -24,7 +25,6 @@ from smoe.server.image_prompts import Prompt
 from smoe.server.output.output_format import IN_REASONING, At
 from smoe.server.output.output_reader import OutputReader, plain_text
 from smoe.server.output.rules import Rules
-from smoe.server.problem import refused
 from smoe.server.prompts import text_of
 from smoe.server.serving import Serving
 from smoe.server.texts import TextRequest

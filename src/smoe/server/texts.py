@@ -16,7 +16,7 @@ from typing import NamedTuple
 from smoe.generation.loop import DecodeLoop
 from smoe.generation.prompt_images import PromptImages
 from smoe.generation.request import Constraint, End, EndReason, Piece, Request
-from smoe.generation.sampling import Sampling
+from smoe.generation.sampling_settings import Sampling
 
 Metered = Callable[[Request, Piece | End], None]
 """A function that gets every event before the request's own receiver does, on the decode loop's thread."""

@@ -23,8 +23,8 @@ from math import inf
 from smoe.expert import EXACT, LOW, ExpertKey
 from smoe.policy.answering import Answered, Answering
 from smoe.policy.answers import AnswerCosts
-from smoe.policy.balance import Balance, Costs
 from smoe.policy.eviction.base import Eviction
+from smoe.policy.load_or_compute import Balance, Costs
 from smoe.policy.plan import DEVICE, LayerPlan, Load, LoadReason
 from smoe.policy.plan_prefetch import has_prefetch_slots, plan_prefetch
 from smoe.policy.plan_progress import Progress

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from smoe.generation.request import End, EndReason, Piece, Request
-from smoe.generation.sampling import Sampling
+from smoe.generation.sampling_settings import Sampling
 from smoe.server.choice import ChoiceText
 from smoe.server.output.families import format_of
-from smoe.server.output.json_calls import JsonCalls, NamedJson
 from smoe.server.output.output_reader import OutputReader, Part
+from smoe.server.output.tool_calls_json import JsonCalls, NamedJson
 
 PARAMETERS = {
     "city": {"type": "string"},

@@ -13,11 +13,11 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from tokenizers import AddedToken
 
+from smoe.server.api_errors import ApiError
 from smoe.server.grammar import Grammar, Grammars
 from smoe.server.output.families import format_of
 from smoe.server.output.output_reader import OutputReader
 from smoe.server.output.rules import Rules
-from smoe.server.problem import ApiError
 from tests.server.output.test_calls import TEMPLATES
 from tests.toy import END, ascii_tokenizer
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from smoe.settings import Count, NumberTuple, OneOf, setting
+from smoe.setting_declaration import Count, NumberTuple, OneOf, setting
 
 LIVE = {
     "auto": "smoe.policy.eviction.auto:Adaptive",

@@ -7,10 +7,10 @@ from typing import Any
 
 import regex
 
-from smoe.server.output.json_calls import CallSyntax, JsonCalls, NamedJson
-from smoe.server.output.literal_calls import Braced, Pythonic
 from smoe.server.output.output_format import Channels, Marks, OutputFormat
-from smoe.server.output.tagged_calls import Nested, Tagged
+from smoe.server.output.tool_calls_json import CallSyntax, JsonCalls, NamedJson
+from smoe.server.output.tool_calls_literal import Braced, Pythonic
+from smoe.server.output.tool_calls_tagged import Nested, Tagged
 
 _KIMI = NamedJson(
     head=r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?NAME(?::\d+)?)\s*"

@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple
 
 import regex
 
-from smoe.server.output.json_calls import CallSyntax
 from smoe.server.output.output_reader import OutputReader, ReadsFrom, Steps
 from smoe.server.output.rules import Rules
+from smoe.server.output.tool_calls_json import CallSyntax
 
 At = Literal["beginning", "reasoning", "within reasoning", "answer"]
 """The position in the output's structure at which a prompt ends: before any output, before reasoning, within reasoning,

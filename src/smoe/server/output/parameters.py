@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from smoe.server.problem import refused
+from smoe.server.api_errors import refused
 
 _LITERALS = {"True": True, "False": False, "None": None}
 """{text: value} of the constants of Python's syntax."""

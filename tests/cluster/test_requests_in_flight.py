@@ -15,7 +15,7 @@ from smoe.cluster import frames
 from smoe.cluster.frames import Times
 from smoe.cluster.members import Member, WorkerState
 from smoe.cluster.requests import ExpertRequest, resolve
-from smoe.cluster.under_way import UnderWay
+from smoe.cluster.requests_in_flight import UnderWay
 from smoe.compute.unit import ExpertTask
 from smoe.expert import EXACT, ExpertKey
 from smoe.memory.streams import Fetched

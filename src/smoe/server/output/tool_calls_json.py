@@ -4,10 +4,10 @@
 | --- | --- |
 | `JsonCalls` | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, or a list of such objects |
 | `NamedJson` | `[TOOL_CALLS]name[ARGS]{...}` |
-| `Tagged` (`tagged_calls.py`) | `<function=name><parameter=key>value</parameter></function>` |
-| `Nested` (`tagged_calls.py`) | `<invoke name="name"><key><item>value</item></key></invoke>` |
-| `Pythonic` (`literal_calls.py`) | `[name(key="value")]` |
-| `Braced` (`literal_calls.py`) | `call:name{key:<|"|>value<|"|>}` |
+| `Tagged` (`tool_calls_tagged.py`) | `<function=name><parameter=key>value</parameter></function>` |
+| `Nested` (`tool_calls_tagged.py`) | `<invoke name="name"><key><item>value</item></key></invoke>` |
+| `Pythonic` (`tool_calls_literal.py`) | `[name(key="value")]` |
+| `Braced` (`tool_calls_literal.py`) | `call:name{key:<|"|>value<|"|>}` |
 
 A call must name a tool of the request; other text that begins like a call is part of the answer. After the name and the
 beginning of the arguments, the text is a call, whatever follows: its arguments are what the model writes.

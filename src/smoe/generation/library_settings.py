@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from smoe.generation.sampling import Sampling
+from smoe.generation.sampling_settings import Sampling
 
 COLDEST = 1e-20
 """The lowest temperature that differs from 0. Below it only the most probable token remains, and logits divided by the

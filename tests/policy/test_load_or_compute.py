@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smoe.expert import EXACT
-from smoe.policy.balance import BALANCERS, FLAT, RECENT, Balance, Costs, RecentCosts, optimal, paper
+from smoe.policy.load_or_compute import BALANCERS, FLAT, RECENT, Balance, Costs, RecentCosts, optimal, paper
 from smoe.policy.plan import HOST, Serve
 from smoe.routing import Phase, Routing
 

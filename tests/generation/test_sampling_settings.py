@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from smoe.errors import ConfigError
-from smoe.generation.sampling import Sampling
+from smoe.generation.sampling_settings import Sampling
 
 
 @pytest.mark.parametrize(

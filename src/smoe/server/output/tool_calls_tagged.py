@@ -9,7 +9,6 @@ from typing import Any
 
 import regex
 
-from smoe.server.output.json_calls import NAME, CallSyntax
 from smoe.server.output.output_reader import OutputReader, Steps
 from smoe.server.output.parameters import (
     alternatives,
@@ -26,6 +25,7 @@ from smoe.server.output.parameters import (
     value_of,
 )
 from smoe.server.output.rules import Rules
+from smoe.server.output.tool_calls_json import NAME, CallSyntax
 
 _QUOTE = "<![CDATA["
 _DEEPEST = 8

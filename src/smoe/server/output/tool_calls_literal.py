@@ -10,7 +10,6 @@ from typing import Any
 
 import regex
 
-from smoe.server.output.json_calls import NAME, CallSyntax
 from smoe.server.output.output_reader import OutputReader, Steps
 from smoe.server.output.parameters import (
     alternatives,
@@ -24,6 +23,7 @@ from smoe.server.output.parameters import (
     value_of,
 )
 from smoe.server.output.rules import Rules
+from smoe.server.output.tool_calls_json import NAME, CallSyntax
 
 _DEEPEST = 8
 """The maximum number of levels of objects that the grammar describes; deeper objects may be any text."""

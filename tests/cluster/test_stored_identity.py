@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from smoe.cluster.identity import (
+from smoe.cluster.stored_identity import (
     INVITATION_SECONDS,
     accepted,
     checked_name,
