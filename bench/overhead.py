@@ -32,11 +32,11 @@ from smoe import from_pretrained
 from smoe.expert import LOW
 from smoe.policy.answering import Answering
 from smoe.policy.answers import AnswerCosts, choose
-from smoe.policy.balance import Balance, Costs
 from smoe.policy.eviction.base import EvictionSettings
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.eviction.score import ScoreWindow
-from smoe.policy.misses import missing_experts
+from smoe.policy.load_or_compute import Balance, Costs
+from smoe.policy.missing_experts import missing_experts
 from smoe.policy.plan_prefetch import plan_prefetch
 from smoe.policy.plan_progress import carry_out
 from smoe.policy.prediction import Prediction

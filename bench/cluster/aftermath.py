@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from smoe.cluster.requests import ExpertRequest
-from smoe.cluster.under_way import UnderWay
+from smoe.cluster.requests_in_flight import UnderWay
 from smoe.runtime.layer import LayerCompute
 
 _HIT_SECONDS = 0.25

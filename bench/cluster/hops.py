@@ -22,8 +22,8 @@ from bench.cluster.network import LINKS, Network, address
 from bench.cluster.results import spread, write
 from smoe.cluster import frames
 from smoe.cluster.address import Endpoint
-from smoe.cluster.identity import KeyPair
 from smoe.cluster.listening_sockets import ListeningSockets
+from smoe.cluster.stored_identity import KeyPair
 
 _HOPS = 32
 _MACHINES = (1, 2)

@@ -30,7 +30,7 @@ import psutil
 
 from bench.cluster.child import ChildError
 from bench.cluster.results import write
-from smoe.cluster.identity import invitation, new_coordinator, store_coordinator
+from smoe.cluster.stored_identity import invitation, new_coordinator, store_coordinator
 from smoe.models.files import DEMO_FOLDER
 
 IS_NETWORKED = False

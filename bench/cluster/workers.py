@@ -20,7 +20,7 @@ from bench.cluster.acting import Dials, Times, act, lie_when_told
 from bench.cluster.child import Child, ChildError
 from bench.cluster.network import Network, address
 from smoe import cli
-from smoe.cluster.identity import invitation, new_coordinator, read_coordinator, store_coordinator
+from smoe.cluster.stored_identity import invitation, new_coordinator, read_coordinator, store_coordinator
 
 NAME = "bench"
 _CONFIGURATION = "XDG_CONFIG_HOME"

@@ -29,12 +29,12 @@ def by_engine(options: argparse.Namespace, more: Sequence[str]) -> dict[str, dic
 
 def here(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """The library's loop on a batch, and ours on as many requests."""
-    from smoe.generation.choices import pad_token
     from smoe.generation.generate import encode
     from smoe.generation.library_batch import pad
+    from smoe.generation.library_settings import pad_token
     from smoe.generation.loop import DecodeLoop
     from smoe.generation.request import End, Piece, Request
-    from smoe.generation.sampling import Sampling
+    from smoe.generation.sampling_settings import Sampling
     from smoe.load.pretrained import load
     from smoe.models.checkpoint import whole_checkpoint
     from smoe.presets import configure
