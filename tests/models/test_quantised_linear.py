@@ -73,6 +73,19 @@ def test_activations_in_8_bits(form: Format, rows: int, pool) -> None:
 
 
 @needs_kernels
+def test_more_rows_than_a_product_takes_have_the_same_bits(form: Format, pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a long prompt in one pass whose weights are dequantized, and multiplied by torch on one thread."""
+    layer = QuantisedLinear(form, codes_of(form), torch.bfloat16, None)
+    layer.multiply_by(pool, INT8)
+    x = torch.randn(1, 23, COLUMNS, generator=torch.Generator().manual_seed(1)).bfloat16()
+    expected = layer(x)
+    monkeypatch.setattr(quantised_linear, "MOST_BYTE_ROWS", 8)
+    monkeypatch.setattr(quantised_linear, "most_quantised_rows", lambda matrices: 8)
+    monkeypatch.setattr(layer, "numbers", None)
+    assert torch.equal(layer(x), expected)
+
+
+@needs_kernels
 @pytest.mark.parametrize("rows", [1, 3])
 def test_interleaved_rows_have_the_same_bits(form: Format, rows: int, pool, monkeypatch: pytest.MonkeyPatch) -> None:
     gains_by_interleaving(monkeypatch)

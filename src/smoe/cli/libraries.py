@@ -19,20 +19,12 @@ def import_libraries(model: str, config: EngineConfig | None) -> None:
     load the model within a budget.
     """
     from smoe.cli.console import doing
-    from smoe.light_imports import import_lightly
     from smoe.report.early_refusal import refuse_early
 
     with doing("importing the libraries"), collection_paused():
         if config is not None:
             refuse_early(model, config)
-        import_lightly(_import)
-
-
-def _import() -> None:
-    import transformers.generation.utils  # every model's module imports it
-    import transformers.masking_utils  # noqa: F401
-
-    import smoe.cli.session  # noqa: F401
+        import smoe.cli.session  # noqa: F401
 
 
 @contextmanager

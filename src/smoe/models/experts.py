@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
 
 from smoe.errors import NotMoEError, UnsupportedModelError
 from smoe.memory.store import Part
@@ -36,9 +35,8 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype, with_images: bool =
     Weights that some families store in float32 in a model of another dtype are float32 here too.
     """
     config._experts_implementation = "eager"
-    with one_at_a_time, torch.device("meta"), no_init_weights():  # torch would import its compiler to initialize them
+    with one_at_a_time, torch.device("meta"):
         model: PreTrainedModel = auto_class(config, with_images).from_config(config, dtype=dtype)
-    model.tie_weights()
     return model.eval()
 
 

@@ -95,6 +95,8 @@ class QuantisedLinear(QuantisedWeight):
         rows = input.reshape(-1, self.in_features)
         if rows.shape[0] <= self._most_rows(rows):
             out = self._by_codes(rows.contiguous())
+        elif self.has_byte_products and rows.dtype is torch.bfloat16:
+            out = torch.cat([self._by_codes(each.contiguous()) for each in rows.split(MOST_BYTE_ROWS)])
         else:
             out = rows.new_empty(rows.shape[0], self.out_features)
             for begin, end in self.pieces():
