@@ -30,8 +30,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from enum import Enum
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -134,10 +134,20 @@ class Transfers:
         """The number of bytes read from disk, alignment included."""
         self.busy_seconds = 0.0
         """The total time, in seconds, during which at least one load was running."""
-        self.skips_reads = False
+        self._skips_reads = False
         """Whether loads end at once and leave their slots as they are."""
         self._threads: list[threading.Thread] = []
         self._start(threads)
+
+    @contextmanager
+    def without_reads(self) -> Iterator[None]:
+        """Make loads end at once and leave their slots as they are during the `with` block. No load may be queued when
+        it begins or ends."""
+        self._skips_reads = True
+        try:
+            yield
+        finally:
+            self._skips_reads = False
 
     def submit(self, load: Load) -> Ticket:
         """Queue a load and return its ticket. Kernels that are already enqueued may still use the expert that is in the
@@ -220,7 +230,7 @@ class Transfers:
             self._running += 1
         came, error = 0, None
         try:
-            came = 0 if self.skips_reads else self._mover.move(ticket, between)
+            came = 0 if self._skips_reads else self._mover.move(ticket, between)
         except BaseException as caught:  # passed to the computing thread, which raises it
             error = caught
         with self._clock:

@@ -178,12 +178,13 @@ class Engine:
         if arrivals.preloads or not self.is_on_this_cpu:
             yield
             return
-        arrivals.transfers.skips_reads = True
         try:
-            yield
+            with arrivals.transfers.without_reads():
+                try:
+                    yield
+                finally:
+                    self.executor.recover()
         finally:
-            self.executor.recover()
-            arrivals.transfers.skips_reads = False
             self.executor.reset(self.fresh_eviction())
 
     def wait_ready(self) -> None:
