@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
-from smoe.fastpath import attention, prompt_attention
-from smoe.fastpath.prompt_attention import SeveralQueries, gains, hides_the_future
+from smoe.fastpath import attention
+from smoe.fastpath.prompt_attention import SeveralQueries, hides_the_future, is_accurate
 from smoe.kernels.isa import widest
 from smoe.kernels.prompt_attention import PromptAttention
 from smoe.kernels.spinning_pool import SpinningPool, is_supported
@@ -156,14 +156,8 @@ def library() -> attention.Attention:
     return attention._behind_the_name()
 
 
-@pytest.mark.parametrize("is_measured", [False, True])
-def test_it_is_used_where_it_is_near_and_faster(
-    is_measured: bool, attend: PromptAttention, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seconds = iter((1.0, 1.2, 1.0, 1.05))
-    monkeypatch.setattr(prompt_attention, "fastest_seconds", lambda job: next(seconds))
-    assert gains(attend, library(), caller(None), *SHAPE, is_measured)
-    assert gains(attend, library(), caller(None), *SHAPE, is_measured) == (not is_measured)
+def test_it_is_used_where_it_is_near(attend: PromptAttention) -> None:
+    assert is_accurate(attend, library(), caller(None), *SHAPE)
 
 
 class Wrong(PromptAttention):
@@ -175,7 +169,7 @@ class Wrong(PromptAttention):
 
 def test_a_wrong_kernel_is_not_used(attend: PromptAttention) -> None:
     wrong = Wrong(attend._pool)
-    assert not gains(wrong, library(), caller(None), *SHAPE, is_measured=False)
+    assert not is_accurate(wrong, library(), caller(None), *SHAPE)
 
 
 def having(model: PreTrainedModel) -> int:
@@ -188,13 +182,6 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTraine
     return gguf_toy.quantised(tmp_path_factory.mktemp("toy") / "toy.gguf", "Q8_0", head_dim=64)
 
 
-@pytest.fixture
-def known_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CPUs with AMX times decide."""
-    monkeypatch.setattr(prompt_attention, "must_be_measured", lambda: False)
-
-
-@pytest.mark.usefixtures("known_faster")
 def test_quantised_models_have_it(
     quantised: tuple[Path, PreTrainedModel], open_model: Open, counting: type[Counting]
 ) -> None:
@@ -205,7 +192,6 @@ def test_quantised_models_have_it(
     assert counting.calls == model.config.num_hidden_layers
 
 
-@pytest.mark.usefixtures("known_faster")
 def test_later_pieces_of_a_prompt_are_served(
     quantised: tuple[Path, PreTrainedModel], open_model: Open, counting: type[Counting]
 ) -> None:
@@ -223,7 +209,6 @@ def test_it_is_declined_with_the_other_arithmetic(
     assert having(model) == 0
 
 
-@pytest.mark.usefixtures("known_faster")
 @pytest.mark.parametrize(("kernels", "is_there"), [("auto", False), ("native", False), ("own-order", True)])
 def test_in_bf16_it_goes_with_our_own_order(
     kernels: str, is_there: bool, toy: Callable[..., Path], open_model: Open

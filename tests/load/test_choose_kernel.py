@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError
-from smoe.fastpath import attention, prompt_attention
+from smoe.fastpath import attention
 from smoe.kernels.isa import widest
 from smoe.kernels.threads import threads
 from smoe.load import choose_kernel
@@ -108,7 +108,6 @@ def test_a_prompt_has_one_thread_where_torch_computes_none_of_its_products(
 ) -> None:
     """Would catch small operations on all threads, which on a busy machine each wait for a core, and products that
     torch computes on one."""
-    monkeypatch.setattr(prompt_attention, "gains", lambda *_: True)  # it is measured on some CPUs
     path, _ = gguf_toy.quantised(tmp_path / "toy.gguf", "Q4_K_M", num_experts=32, head_dim=64)
     with threads(2):
         model = open_model(path, "full", kernels="auto", activations=activations)

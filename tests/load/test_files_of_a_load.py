@@ -13,11 +13,10 @@ import pytest
 from smoe import from_pretrained
 from tests.entered_files import Watch
 
-MOST_OF_A_LOAD = 126
-"""Files of a load whose proofs an earlier load has made. They may only become fewer. The description of families by
-arithmetic is five of them: it replaces a run of the model without weights, which takes up to a second."""
+MOST_OF_A_LOAD = 122
+"""Files of a load whose proofs an earlier load has made. They may only become fewer."""
 OF_LOADING = ("load/", "models/", "machine/")
-MOST_OF_LOADING = 51
+MOST_OF_LOADING = 47
 """Files of the packages that only prepare: they read, measure and divide."""
 
 

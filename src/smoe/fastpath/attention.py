@@ -105,26 +105,22 @@ def _subject(library: Attention, shape: Shape, pool: SpinningPool) -> tuple[obje
     return library.__module__, name, shape, pool.kind
 
 
-def speed_up_prompts(
-    model: PreTrainedModel, pool: SpinningPool, may_measure: bool = True, verdicts: Verdicts | None = None
-) -> int:
-    """Make attention modules compute several tokens by our kernel, wherever the kernel is as accurate as torch and
-    faster. Return the number of these modules.
+def speed_up_prompts(model: PreTrainedModel, pool: SpinningPool, verdicts: Verdicts | None = None) -> int:
+    """Make attention modules compute several tokens by our kernel, wherever the kernel is as accurate as torch. Return
+    the number of these modules.
 
-    The kernel's bits differ from torch's. On CPUs where the faster method is not known in advance, it is measured if
-    `may_measure` is true; otherwise the kernel is used. `verdicts`: known results of proofs; this function adds its
-    own. Takes some tens of milliseconds for every distinct shape.
+    The kernel's bits differ from torch's. `verdicts`: known results of proofs; this function adds its own. Takes some
+    tens of milliseconds for every distinct shape.
     """
-    is_measured = may_measure and prompt_attention.must_be_measured()
     if model.config.get_text_config()._attn_implementation != NAME or widest() is None:
         return 0
     library, attend = _behind_the_name(), PromptAttention(pool)
-    verdicts, adopted = verdicts if verdicts is not None and not is_measured else Verdicts(), 0
+    verdicts, adopted = verdicts or Verdicts(), 0
     for module in model.modules():
         shape = _shape(module, model)
         if shape is None:
             continue
-        gained = partial(prompt_attention.gains, attend, library, module, *shape, is_measured)
+        gained = partial(prompt_attention.is_accurate, attend, library, module, *shape)
         if verdicts.of("attention of prompts", _subject(library, shape, pool), gained):
             setattr(module, _PROMPTS, SeveralQueries(attend, *shape))
             adopted += 1

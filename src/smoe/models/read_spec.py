@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from smoe.config import EngineConfig
 from smoe.errors import UnsupportedModelError
-from smoe.memory.dtypes import Dtype
 from smoe.memory.gguf_header import is_gguf
 from smoe.models.checkpoint import Checkpoint, described_checkpoint
 from smoe.models.dense import quiet_library, separate
 from smoe.models.examine import examine, outline_of
 from smoe.models.experts import find_sites, meta_model
-from smoe.models.family_outline import outline_by_family, plain_config
 from smoe.models.files import naming
 from smoe.models.finish_spec import choose_context, choose_dtype, finished
 from smoe.models.image_families import image_family, of_images
-from smoe.models.outline import Anatomy, ExpertsSite
-from smoe.models.plain_config import UndescribedError
 from smoe.models.released_schemes import TAKE
 from smoe.models.spec import LibrarySpec, own_dtype
 
@@ -39,11 +34,9 @@ def read_spec(model: str | Path, config: EngineConfig, revision: str | None = No
         shell = meta_model(model_config, dtype.torch, config.images)
     separate(shell, checkpoint.stored_apart(shell, dtype.torch))
     sites = find_sites(shell)
-    anatomy = None if config.images else _anatomy_by_family(checkpoint, shell, sites, dtype)
-    if anatomy is None:
-        unclear = f"the structure of {model_config.model_type!r} ({path}) could not be analysed, so it is refused"
-        with naming(unclear, UnsupportedModelError), quiet_library():
-            anatomy = examine(shell, sites, dtype.torch)
+    unclear = f"the structure of {model_config.model_type!r} ({path}) could not be analysed, so it is refused"
+    with naming(unclear, UnsupportedModelError), quiet_library():
+        anatomy = examine(shell, sites, dtype.torch)
     outline = outline_of(shell, sites, anatomy, dtype.torch)
     if config.images:
         names = of_images(image_family(model_config), [*outline.weights, *outline.buffers])
@@ -59,21 +52,6 @@ def read_spec(model: str | Path, config: EngineConfig, revision: str | None = No
         with_images=config.images,
     )
     return finished(spec, checkpoint, config)
-
-
-def _anatomy_by_family(
-    checkpoint: Checkpoint, shell: PreTrainedModel, sites: Sequence[ExpertsSite], dtype: Dtype
-) -> Anatomy | None:
-    """Return the routers and cache sizes of a model by arithmetic on its configuration, which takes no time: examining
-    48 layers takes 1.5 s. None for models that only transformers can describe, and for another structure than that of
-    `shell`."""
-    try:
-        found = outline_by_family(plain_config(*checkpoint.fields()), dtype).anatomy
-        for path in found.routers.values():
-            shell.get_submodule(path)
-    except (UndescribedError, AttributeError):
-        return None
-    return found if found.routers.keys() == {site.layer for site in sites} else None
 
 
 def spec_of_whole(checkpoint: Checkpoint, spec: LibrarySpec, config: EngineConfig) -> LibrarySpec:
