@@ -8,7 +8,8 @@ from dataclasses import fields
 
 import pytest
 
-from smoe import bounds, settings
+from smoe import bounds
+from smoe import setting_declaration as settings
 from smoe.bounds import AS_DTYPE
 from smoe.cli import options
 from smoe.cli import settings as cli_settings
