@@ -153,3 +153,14 @@ def test_how_the_last_run_went(tmp_path: Path) -> None:
 def test_doubts(last: LastRun, words: list[str]) -> None:
     assert len(last.doubts()) == len(words)
     assert all(word in doubt for word, doubt in zip(words, last.doubts(), strict=True))
+
+
+def test_a_run_without_a_forecast_leaves_the_comparison_that_is_stored(tmp_path: Path) -> None:
+    """Such as a server: would catch a warning that vanishes, and times of a busy machine that count."""
+    compared = LastRun(2.4, 0.4, 0.0)
+    remember(tmp_path, "auto", False, Pace(layer=1.0), compared)
+    remember(tmp_path, "auto", False, Pace(layer=8.0), waited=0.5)
+    assert last_run_of(tmp_path, "auto", False) == compared
+    assert pace_of(tmp_path, "auto", False).layer == 1.0
+    remember(tmp_path, "auto", False, Pace(layer=4.0), waited=0.0)
+    assert pace_of(tmp_path, "auto", False).layer == 2.0

@@ -352,8 +352,9 @@ def _store_pace(serving: Serving, model: str, revision: str | None) -> None:
         return
     pace = measured_pace(serving.counters_of_one_text, len(engine.store.layers), engine.store.expert_bytes)
     if pace != UNKNOWN:
-        with suppress(OSError):  # the forecast can do without
-            remember(fetch(model, revision), engine.config.precision, engine.config.direct_io == "on", pace)
+        with suppress(OSError):  # the next forecast is then based on earlier runs
+            place, is_direct = fetch(model, revision), engine.config.direct_io == "on"
+            remember(place, engine.config.precision, is_direct, pace, waited=serving.waited_share)
 
 
 def _with_libraries(model: str, settings: EngineConfig, note: Callable[[str], None]) -> EngineConfig:

@@ -33,6 +33,7 @@ from smoe.generation.request import End, EndReason, Piece, Request
 from smoe.generation.row_text import common_beginning
 from smoe.generation.rows import Rows
 from smoe.generation.sampler import Sampler
+from smoe.machine.processor import waited_seconds
 from smoe.metrics import Counters
 from smoe.runtime.engine import Engine
 
@@ -77,6 +78,9 @@ class DecodeLoop:
         """The seconds of prefill and decode, counted while there was work for both."""
         self.busy_seconds = 0.0
         """The seconds in which at least one request had not ended, up to the last time at which `run` was idle."""
+        self.waited_seconds = 0.0
+        """The part of `busy_seconds` in which the loop's thread was ready to run without a core; 0 where the system
+        does not count it."""
         self._of_one_text = Counters()
         self._one_text_began: Counters | None = None
         """The counters at the beginning of the running series of decode steps of one text."""
@@ -162,7 +166,7 @@ class DecodeLoop:
                 if not self._has_work:
                     return
             with self._engine.passes.turn():
-                began = self._engine.now()
+                began, waited = self._engine.now(), waited_seconds() or 0.0
                 try:
                     while self._has_work:
                         self.step()
@@ -170,6 +174,7 @@ class DecodeLoop:
                             after_step()
                 finally:
                     self.busy_seconds += self._engine.now() - began
+                    self.waited_seconds += (waited_seconds() or 0.0) - waited
 
     def give_up(self) -> None:
         """Cancel all requests and end them at once. It may also be called after an interrupt of `run`. Events that were

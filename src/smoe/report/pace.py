@@ -213,13 +213,23 @@ def last_run_of(folder: Path, precision: str, is_direct: bool) -> LastRun | None
         return None
 
 
-def remember(folder: Path, precision: str, is_direct: bool, pace: Pace, last: LastRun | None = None) -> Path:
+def remember(
+    folder: Path,
+    precision: str,
+    is_direct: bool,
+    pace: Pace,
+    last: LastRun | None = None,
+    waited: float | None = None,
+) -> Path:
     """Store the measurements of a run, combined with those of earlier runs. Return the file's path. Raises `OSError`.
 
-    If other programs used the cores during some of the runs, the times of the other runs count.
+    If other programs used the cores during some of the runs, the times of the other runs count. `last`: the comparison
+    of the run with its forecast. Without one the comparison that is stored stays, and `waited` is the share of the
+    run's time in which its thread waited for a core.
     """
     entries, key, known = _entries(folder), _key(precision, is_direct), _measured(folder, precision, is_direct)
-    was_disturbed, is_disturbed = key in entries and bool(entries[key].get("is_disturbed")), _is_disturbed(last)
+    was_disturbed = key in entries and bool(entries[key].get("is_disturbed"))
+    is_disturbed = _is_disturbed(waited if last is None else last.waited)
     if known != UNKNOWN and is_disturbed and not was_disturbed:
         now, is_disturbed = known.completed_by(pace), False
     elif was_disturbed and not is_disturbed:
@@ -228,15 +238,15 @@ def remember(folder: Path, precision: str, is_direct: bool, pace: Pace, last: La
         now = known.after(pace)
     entry = {
         "pace": asdict(now),
-        "last_run": None if last is None else asdict(last),
+        "last_run": entries.get(key, {}).get("last_run") if last is None else asdict(last),
         "is_disturbed": is_disturbed,
     }
     return _Runs(entries | {key: entry}).store(folder)
 
 
-def _is_disturbed(last: LastRun | None) -> bool:
+def _is_disturbed(waited: float | None) -> bool:
     """Return whether a run waited so long for cores that other programs used that its times are not the machine's."""
-    return last is not None and last.waited is not None and last.waited >= BUSY_SHARE
+    return waited is not None and waited >= BUSY_SHARE
 
 
 @dataclass(frozen=True)

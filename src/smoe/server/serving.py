@@ -148,6 +148,12 @@ class Serving:
         return self._loop.counters_of_one_text
 
     @property
+    def waited_share(self) -> float | None:
+        """The fraction of `busy_seconds` in which the decode loop was ready to run without a core; None if no request
+        has waited for a token."""
+        return self._loop.waited_seconds / self.busy_seconds if self.busy_seconds else None
+
+    @property
     def running(self) -> int:
         """The number of texts in prefill or decode."""
         return self._loop.running
