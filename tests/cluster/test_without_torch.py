@@ -25,6 +25,7 @@ from smoe.cluster.stored_identity import Coordinator, invitation, read_coordinat
 from smoe.errors import ClusterError
 from smoe.kernels import machine_code
 from smoe.kernels.isa import widest
+from smoe.kernels.spinning_pool import SpinningPool
 from tests import oracle, promised
 from tests.cluster.conftest import GiveUpWhen
 
@@ -75,7 +76,8 @@ def test_the_text_is_the_same(
     if kernels == "own-order":
         promised.needs(widest() is not None, "own order needs llvmlite and AVX2")
     else:
-        promised.needs_machine_code()
+        with SpinningPool(torch.get_num_threads()) as pool:
+            promised.needs_products(pool, (2 * FITS["moe_intermediate_size"], FITS["hidden_size"]))
     folder = toy("qwen3_moe", **FITS)
     alone = oracle.greedy(open_model(folder, "minimum", kernels=kernels))
     worker = join(folder, "small")

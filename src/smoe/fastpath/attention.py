@@ -27,7 +27,7 @@ from smoe.fastpath import prompt_attention
 from smoe.fastpath.attention_proof import Attention, Shape, agrees, is_accurate, is_the_same_on_one_thread
 from smoe.fastpath.prompt_attention import SeveralQueries, hides_the_future
 from smoe.fastpath.rows_of_pass import RowsOfPass
-from smoe.kernels.attention import attend, fits, libm
+from smoe.kernels.attention import TILE, attend, fits, libm
 from smoe.kernels.isa import widest
 from smoe.kernels.prompt_attention import PromptAttention
 from smoe.kernels.spinning_pool import SpinningPool
@@ -92,10 +92,11 @@ def agrees_everywhere(model: PreTrainedModel, pool: SpinningPool, verdicts: Verd
     if model.config.get_text_config()._attn_implementation != NAME or libm() is None:
         return True
     library = _behind_the_name()
-    given = ((module, shape) for module in model.modules() if (shape := _shape(module, model)) is not None)
+    shapes = {shape: module for module in model.modules() if (shape := _shape(module, model)) is not None}
     return all(
         verdicts.of("attention", _subject(library, shape, pool), partial(agrees, pool, library, module, shape))
-        for module, shape in given
+        for shape, module in shapes.items()
+        if shape.size % TILE == 0
     )
 
 

@@ -5,7 +5,8 @@ Equal bits come first (grade E0): our kernels are used if they have torch's bits
 one token is measured once at start. The methods are: one expert after the other on all threads, several experts on one
 thread each, or all experts in one call of machine code. The result depends on the machine and on how its OpenMP runtime
 waits (`OMP_WAIT_POLICY`). On CPUs without AVX-512 BF16, where torch's bits are slow, our kernels use their own order of
-sums (grade E1), if they are at least a tenth faster and as accurate as torch.
+sums (grade E1), if they are at least a tenth faster and as accurate as torch. For quantized models times decide
+nothing: our kernels are used wherever they are as accurate.
 """
 
 from __future__ import annotations
@@ -181,16 +182,12 @@ def _proven(
         if kernels is None:
             pool.close()
         elif in_own_order or not (is_quantised and may_differ) or attention.agrees_everywhere(model, pool, verdicts):
-            _close_all(second_best)
+            if second_best is not None:
+                _close(second_best)
             return experts.by(pool, kernels)
         else:
             second_best = experts.by(pool, kernels)
     return second_best
-
-
-def _close_all(experts: Experts | None) -> None:
-    if experts is not None:
-        _close(experts)
 
 
 def agreeing_kernels(
