@@ -124,6 +124,12 @@ class Arena:
         begin, end = self.begins[slot : slot + 2]
         self._map.madvise(DONT_NEED, begin, end - begin)
 
+    def clear(self) -> None:
+        """Set all bytes of all slots to zero, and return their memory to the operating system."""
+        if self._map is not None:
+            assert GIVES_BACK, "this system cannot clear memory without writing to it"
+            self._map.madvise(DONT_NEED)
+
     def _populate(self, steps: Sequence[tuple[int, int]]) -> None:
         assert _POPULATE_WRITE is not None
         begins_at, madvise = self._begin, system_madvise()

@@ -18,7 +18,7 @@ import torch
 
 from smoe.config import SETTINGS, EngineConfig
 from smoe.errors import ConfigError
-from smoe.memory.arena import Arena
+from smoe.memory.arena import GIVES_BACK, Arena
 from smoe.memory.pacing import Pacing
 from smoe.memory.reading_threads import Transfers
 from smoe.memory.store import ExpertStore
@@ -168,16 +168,18 @@ class Engine:
 
     @contextmanager
     def without_reads(self) -> Iterator[None]:
-        """Compute with the slots as they are during the `with` block: a load reads nothing. Afterwards no expert is
-        resident, and what the policies have observed is forgotten.
+        """Compute with experts whose weights are all zero during the `with` block: a load reads nothing. Afterwards no
+        expert is resident, and what the policies have observed is forgotten.
 
-        For passes whose results nobody uses. Does nothing for experts that are loaded before their first use, because
-        what a pass reads of them is read anyway, and nothing on a GPU or a cluster.
+        For passes whose results are not used. Has no effect if experts are loaded before their first use, because a
+        pass then reads only what is read anyway. Has no effect on a GPU, on a cluster, and on other systems than Linux.
         """
         arrivals = self.executor.arrivals
-        if arrivals.preloads or not self.is_on_this_cpu:
+        if arrivals.preloads or not (GIVES_BACK and self.is_on_this_cpu):
             yield
             return
+        self.executor.reset(self.fresh_eviction())
+        self._arena.clear()  # with the bytes of other layers' experts, a pass may compute NaN
         try:
             with arrivals.transfers.without_reads():
                 try:
