@@ -188,6 +188,7 @@ ENGINES: dict[str, Engine] = {
     "llama.cpp-mapped": _llama("mapped-only"),
     "llama.cpp-direct": _llama("direct"),
     "llama.cpp-cli": _cli(LLAMA_CLI_VARIABLE, "-no-cnv", in_memory=["--load-mode", "none"]),
+    "llama.cpp-cli-no-repack": _cli(LLAMA_CLI_VARIABLE, "-no-cnv", "--no-repack"),
     "ik-llama.cpp": _cli(IK_VARIABLE, in_memory=["--no-mmap"], below_memory=["--prefetch-experts"]),
     "ik-llama.cpp-mapped": _cli(IK_VARIABLE),
     "ik-llama.cpp-repacked": _cli(IK_VARIABLE, "-rtr"),

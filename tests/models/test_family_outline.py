@@ -52,7 +52,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "granitemoe": [{"attention_bias": True, "tie_word_embeddings": True}],
     "xverse": [{"num_shared_experts": None}],
     "qwen3_5_moe_text": [{"attention_bias": True, "layer_types": ["full_attention", "linear_attention"] * 2}],
-    "deepseek_v32": [{"mlp_layer_types": ["sparse", "dense"] * 2}],
+    "deepseek_v32": [{"mlp_layer_types": ["sparse", "dense"] * 2}, {"indexer_types": ["full", "shared"] * 2}],
     "deepseek_v3": [{"num_attention_heads": 5, "num_key_value_heads": 5}],
     "glm_moe_dsa": [{"indexer_types": ["full", "shared"] * 2, "first_k_dense_replace": 1}],
     "glm4_moe_lite": [

@@ -23,7 +23,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from smoe.fastpath import prompt_attention
+from smoe.fastpath import latent_attention, prompt_attention
 from smoe.fastpath.attention_proof import Attention, Shape, agrees, is_accurate, is_the_same_on_one_thread
 from smoe.fastpath.prompt_attention import SeveralQueries, hides_the_future
 from smoe.fastpath.rows_of_pass import RowsOfPass
@@ -126,6 +126,14 @@ def speed_up_prompts(model: PreTrainedModel, pool: SpinningPool, verdicts: Verdi
             setattr(module, _PROMPTS, SeveralQueries(attend, *shape))
             adopted += 1
     return adopted
+
+
+def speed_up_latent(model: PreTrainedModel, pool: SpinningPool, verdicts: Verdicts) -> int:
+    """Make attention modules with latent vectors in the KV cache compute single tokens without expanding them. Return
+    the number of these modules (`latent_attention.py`)."""
+    if model.config.get_text_config()._attn_implementation != NAME:
+        return 0
+    return latent_attention.speed_up(model, _behind_the_name(), pool, verdicts)
 
 
 def listen_to(rows: RowsOfPass, model: PreTrainedModel) -> bool:
@@ -307,6 +315,12 @@ def _standing_before(library: Attention) -> Attention:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         is_plain = all(kwargs.get(name) is None or kwargs[name] is False for name in others)
+        latent = latent_attention.kernel_of(module)
+        if latent is not None and latent.is_latent(key):
+            seen = latent.selected(key, attention_mask)
+            if is_plain and not dropout and scaling is not None and seen is not None and latent.serves(query, seen):
+                return latent(query, seen, scaling), None
+            key, value = latent.expanded(key)
         if is_plain and not dropout and scaling is not None:
             kernel = _that_serves(module, query, key, value, attention_mask, scaling, kwargs.get("is_causal"))
             if kernel is not None:

@@ -27,7 +27,7 @@ from smoe.compute.experts import Experts, Place
 from smoe.compute.thread_pool import ThreadPool
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
-from smoe.fastpath import attention, decoder_layer, linear, norm, router
+from smoe.fastpath import attention, convolution, decoder_layer, linear, norm, router
 from smoe.fastpath.decoder_layer import OneToken
 from smoe.kernels.experts import TokenExperts
 from smoe.kernels.isa import widest
@@ -117,6 +117,7 @@ def _with_the_rest(
     # of quantized models a result must not depend on times, which differ between loads
     is_measured = config.kernels != "own-order" and not isinstance(store, QuantisedStore)
     settled = attention.speed_up(model, chosen or SpinningPool(1, has_bf16=is_supported()), verdicts)
+    convolution.speed_up(model, verdicts, may_round)
     if chosen is None:
         return ChosenArithmetic(experts)
     prompts = attention.speed_up_prompts(model, chosen, verdicts) if may_round else 0
@@ -127,6 +128,8 @@ def _with_the_rest(
     adopted = linear.speed_up(model, chosen, routers, activations, is_measured, sure, verdicts)
     layers = decoder_layer.speed_up(model, chosen, adopted.parts, norms, verdicts)
     if may_round:
+        if isinstance(store, QuantisedStore):
+            attention.speed_up_latent(model, chosen, verdicts)
         modules = {model.get_submodule(site.name) for site in spec.sites}
         plain = [of for of, is_gate in routers.items() if is_gate]
         router.speed_up(chosen, plain, layers.values(), modules, verdicts)

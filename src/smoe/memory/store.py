@@ -370,8 +370,8 @@ def runs_of(spans: Sequence[tuple[Path, int, int]]) -> list[tuple[Path, int, int
     """Return the byte ranges `spans` in the order of the files, after joining ranges that follow each other
     directly."""
     merged: list[tuple[Path, int, int]] = []
-    for path, offset, length in sorted(spans):
-        if merged and merged[-1][0] == path and merged[-1][1] + merged[-1][2] == offset:
+    for path, offset, length in sorted(spans, key=lambda span: (str(span[0]), span[1])):  # paths compare slowly
+        if merged and merged[-1][1] + merged[-1][2] == offset and merged[-1][0] == path:
             merged[-1] = (path, merged[-1][1], merged[-1][2] + length)
         else:
             merged.append((path, offset, length))
@@ -398,6 +398,6 @@ def locate(span: tuple[Path, int, int], runs: Sequence[tuple[Path, int, int]], s
     offsets of `runs`."""
     path, offset, length = span
     for (run_path, run_offset, run_length), start in zip(runs, starts, strict=True):
-        if run_path == path and run_offset <= offset and offset + length <= run_offset + run_length:
+        if run_offset <= offset and offset + length <= run_offset + run_length and run_path == path:
             return start + offset - run_offset
     raise AssertionError(f"the byte range {span} lies in none of the ranges {runs}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,13 @@ def check_loaded(
     place: Path,
     stored_as: Callable[[str], str],
     on_bytes: OnBytes = lambda done, total: None,
+    placeholders: Container[str] = (),
 ) -> None:
     """Raise `CheckpointError` if a weight is missing, has another shape, or contains NaN or infinity.
 
     `report`: the loading report of transformers. `stored_as`: returns the file and key of a parameter, for messages.
     `on_bytes` receives the progress: weights that transformers has memory-mapped are read from the disk here.
+    `placeholders`: the names of parameters whose values are checked when they are read later.
     """
     mismatched = sorted(entry[0] for entry in report["mismatched_keys"])
     if mismatched:
@@ -52,7 +54,7 @@ def check_loaded(
             f"{place} lacks {len(missing)} weights, beginning with {missing[0]!r}; the checkpoint is incomplete: "
             "download it again"
         )
-    parameters = dict(model.named_parameters())
+    parameters = {name: each for name, each in model.named_parameters() if name not in placeholders}
     checked = WeightBytes(sum(parameter.nbytes for parameter in parameters.values()), on_bytes)
     for name, parameter in parameters.items():
         if not bool(torch.isfinite(parameter.sum())) and not bool(torch.isfinite(parameter).all()):

@@ -170,8 +170,9 @@ def deepseek_v32(name: str, c: PlainConfig, layer: int) -> Weights:
 
 def _indexers(c: PlainConfig) -> Sequence[str]:
     """Return, for each layer, whether it has an indexer of its own (`full`) or uses the previous layer's selection of
-    positions (`shared`)."""
-    return _each_of(c, "indexer_types", ("full", "shared")) or ["full"] * c.num_hidden_layers
+    positions (`shared`). transformers' deepseek_v32 gives every layer an indexer, whatever the configuration says."""
+    own = ["full"] * c.num_hidden_layers
+    return own if c.model_type == "deepseek_v32" else _each_of(c, "indexer_types", ("full", "shared")) or own
 
 
 def glm4_moe_lite(name: str, c: PlainConfig, layer: int) -> Weights:

@@ -6,7 +6,8 @@ the family has an `Arrangement` for it, which is applied while the matrix is rea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ from smoe.models.quantised_linear import keep_on_disk, keep_quantised
 from smoe.models.registration import register_local_families
 from smoe.models.spec import LibrarySpec
 from smoe.models.stored_tables import check_table, keep_tables_on_disk
+
+_READING_THREADS = 2
+"""The threads that read quantized weights: one thread reads while the other one checks what it has read."""
 
 
 class GgufFile(GgufSizes):
@@ -71,13 +75,18 @@ class GgufFile(GgufSizes):
         left_out = without_weights_on_disk(spec.shell, spec.outline.tables)
         with left_out, quiet_library(), naming(f"cannot load the weights in {self.place}"):
             loaded, report = built_of(state, spec.shell, spec.dtype.torch)
-        check_loaded(loaded, report, self.place, lambda name: f"{_key_of(sources, name)!r} in {self.place}")
-        for name, tensor in spec.dense.items():
-            if name in on_disk:
-                keep_on_disk(loaded, name, FORMATS[tensor.dtype], StoredRows(tensor), spec.dtype.torch)
-                continue
-            codes = self._all_codes(sources[name], spec.config)
-            keep_quantised(loaded, name, FORMATS[tensor.dtype], codes, spec.dtype.torch)
+        check_loaded(
+            loaded,
+            report,
+            self.place,
+            lambda name: f"{_key_of(sources, name)!r} in {self.place}",
+            placeholders=spec.dense.keys(),
+        )
+        for name in spec.dense.keys() & on_disk:
+            tensor = spec.dense[name]
+            keep_on_disk(loaded, name, FORMATS[tensor.dtype], StoredRows(tensor), spec.dtype.torch)
+        for name, codes in self._codes_of_each({name: sources[name] for name in spec.dense.keys() - on_disk}, spec):
+            keep_quantised(loaded, name, FORMATS[spec.dense[name].dtype], codes, spec.dtype.torch)
             read.add(sizes[name])
         keep_tables_on_disk(loaded, tables, spec)
         loaded.name_or_path = loaded.config.name_or_path = str(self.place)  # for messages: the loader was given no name
@@ -113,6 +122,19 @@ class GgufFile(GgufSizes):
         parts = [plain_tensor(self._tensors[key]) for key in source.keys]
         with naming(f"{', '.join(source.keys)} in {self.place} do not fit together"):
             target.copy_(source.arrangement.whole(parts, config).reshape(target.shape))
+
+    def _codes_of_each(
+        self, sources: Mapping[str, WeightSource], spec: LibrarySpec
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the name and the codes of each weight of `sources`, in the order of the file."""
+        first = {name: self._tensors[source.keys[0]] for name, source in sources.items()}
+        names = sorted(sources, key=lambda name: (str(first[name].path), first[name].offset))
+        pool = ThreadPoolExecutor(_READING_THREADS)
+        try:
+            found = pool.map(lambda name: self._all_codes(sources[name], spec.config), names)
+            yield from zip(names, found, strict=True)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def _all_codes(self, source: WeightSource, config: PretrainedConfig) -> torch.Tensor:
         """Return the bytes of a weight that stays quantized, with the rows in transformers' order."""

@@ -220,7 +220,7 @@ class ModelSpec:
         )
         images = self._images_workspace(config)
         return Demand(
-            weights_bytes=self.weights_bytes - self.image_encoder_bytes,
+            weights_bytes=self.weights_bytes - self.image_encoder_bytes + self._latent_bytes(config),
             image_encoder_bytes=self.image_encoder_bytes,
             image_step_bytes=images.encoder,
             embedding_bytes=0 if self.embedding is None else blocks_bytes(self.dense[self.embedding]),
@@ -237,6 +237,15 @@ class ModelSpec:
             low=() if self.low is None else tuple(each._replace(form=LOW) for each in self.low._slot_classes(None)),
             low_share=config.low_share if self.low is not None else 0.0,
         )
+
+    def _latent_bytes(self, config: EngineConfig) -> int:
+        """Return the bytes of the bf16 copies of the matrices that expand latent vectors
+        (`fastpath/latent_attention.py`)."""
+        may_round = config.kernels == "own-order" or (config.kernels == "auto" and not config.reproducible)
+        if self.stored_bytes is None or self.dtype.itemsize != 2 or not may_round:
+            return 0
+        expanding = (each for name, each in self.outline.weights.items() if name.endswith("kv_b_proj.weight"))
+        return self.dtype.itemsize * sum(each.numbers for each in expanding)
 
     def _images_workspace(self, config: EngineConfig) -> ImageWorkspace:
         """Return the memory for one image's activations and for the features of images."""

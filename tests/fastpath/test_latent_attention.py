@@ -1,0 +1,155 @@
+"""Attention of one token on latent vectors: as near to float64 as transformers' own way, and only where it may be.
+
+Would catch: a matrix that is not transposed, a head that takes its neighbour's matrix, hidden positions that count,
+rows of a batch that are mixed up, prompts that are computed in another way, a cache that is expanded after all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
+    PreTrainedModel,
+)
+
+from smoe.fastpath import attention, latent_attention
+from smoe.fastpath.rows_of_pass import RowsOfPass
+from smoe.kernels.isa import widest
+from smoe.kernels.spinning_pool import SpinningPool
+from smoe.kernels.verdicts import Verdicts
+from tests import promised
+from tests.fastpath.layers import IDS, model_of
+
+LATENT = {
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 2,
+}
+FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM, {"q_lora_rank": None}),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM, {"q_lora_rank": 64}),
+    "deepseek_v32": (
+        DeepseekV32Config,
+        DeepseekV32ForCausalLM,
+        {"q_lora_rank": 64, "index_n_heads": 2, "index_head_dim": 64, "index_topk": 6},
+    ),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, {"q_lora_rank": 64}),
+}
+PROMPT = 7
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[SpinningPool]:
+    promised.needs(widest() is not None, "machine code of our own")
+    with SpinningPool(2, in_own_order=True) as made:
+        yield made
+
+
+def made(family: str) -> PreTrainedModel:
+    config, make, more = FAMILIES[family]
+    return model_of(config, make, LATENT | more | {"experts_implementation": "eager"})
+
+
+def adopted(family: str, pool: SpinningPool) -> PreTrainedModel:
+    model = made(family)
+    layers = model.config.num_hidden_layers
+    assert attention.speed_up_latent(model, pool, Verdicts()) == layers
+    return model
+
+
+def steps(model: PreTrainedModel, ids: torch.Tensor = IDS, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """The logits of a prompt, then of one token after the other."""
+    found, cache = [], None
+    with torch.no_grad():
+        for begin, end in ((0, PROMPT), *((n, n + 1) for n in range(PROMPT, ids.shape[1]))):
+            seen = None if mask is None else mask[:, :end]
+            out = model(ids[:, begin:end], past_key_values=cache, use_cache=True, attention_mask=seen)
+            cache = out.past_key_values
+            found.append(out.logits.double())
+    return torch.cat(found, 1)
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found - exact)[:, PROMPT:].square().mean())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_token_is_as_near_to_float64_as_transformers_own(family: str, pool: SpinningPool) -> None:
+    ours, theirs = steps(adopted(family, pool)), steps(made(family))
+    exact = steps(made(family).double())
+    assert not torch.equal(ours[:, PROMPT:], theirs[:, PROMPT:]), "the way was not taken"
+    assert error(ours, exact) <= 1.6 * error(theirs, exact)
+    assert torch.equal(ours[:, :PROMPT], theirs[:, :PROMPT]), "a prompt is computed as before"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_cache_is_not_expanded_for_a_token(
+    family: str, pool: SpinningPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expanded: list[int] = []
+    module = type(made(family).model.layers[0].self_attn)
+    library = module.expand_kv
+
+    def noted(self: nn.Module, latent: torch.Tensor, rotated: torch.Tensor) -> Any:
+        expanded.append(latent.shape[2])
+        return library(self, latent, rotated)
+
+    monkeypatch.setattr(module, "expand_kv", noted)
+    model = adopted(family, pool)
+    expanded.clear()
+    steps(model)
+    assert set(expanded) == {PROMPT}
+
+
+def test_hidden_positions_do_not_count(pool: SpinningPool) -> None:
+    model = adopted("deepseek_v3", pool)
+    mask = torch.ones_like(IDS)
+    mask[:, :3] = 0
+    masked, theirs = steps(model, mask=mask), steps(made("deepseek_v3"), mask=mask)
+    exact = steps(made("deepseek_v3").double(), mask=mask)
+    assert error(masked, exact) <= 1.6 * error(theirs, exact)
+    assert error(steps(model), exact) > 4 * error(masked, exact), "the mask makes a difference"
+
+
+def test_rows_of_a_batch_are_computed_as_before(pool: SpinningPool) -> None:
+    ids = torch.cat((IDS, IDS.flip(1)))
+    assert torch.equal(steps(adopted("deepseek_v3", pool), ids), steps(made("deepseek_v3"), ids))
+
+
+def test_separate_texts_of_a_pass_are_computed_one_by_one(pool: SpinningPool) -> None:
+    ids, model = torch.cat((IDS, IDS.flip(1))), adopted("deepseek_v3", pool)
+    rows = RowsOfPass(pool, is_quantised=True, is_reproducible=False)
+    assert attention.listen_to(rows, model)
+    cache = model(ids[:, :PROMPT], use_cache=True).past_key_values
+    with torch.no_grad(), rows.apart([PROMPT + 1] * 2, 1):
+        together = model(ids[:, PROMPT : PROMPT + 1], past_key_values=cache, use_cache=True).logits
+    alone = torch.cat([steps(model, row)[:, PROMPT : PROMPT + 1] for row in ids.split(1)])
+    assert torch.allclose(together.double(), alone, atol=0.05)
+
+
+def test_a_wrong_kernel_is_refused(pool: SpinningPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = latent_attention.LatentQuery.__call__
+    monkeypatch.setattr(latent_attention.LatentQuery, "__call__", lambda *given: 1.02 * kernel(*given))
+    model = made("deepseek_v3")
+    assert attention.speed_up_latent(model, pool, Verdicts()) == 0
+    assert latent_attention.kernel_of(model.model.layers[0].self_attn) is None
