@@ -42,6 +42,9 @@ line: ("+" | "-") /[a-z ]{0,4}/ LF -> line
 end: "*** \"End\"" LF?
 %import common.LF
 """
+DOUBLING = 'z: "' + "x" * 90_000 + '"\nstart: ' + "z " * 2_000
+"""A grammar that as a regular expression has 180 MB."""
+NESTED = "start: r0\n" + "\n".join(f"r{n}: {'(' * 45}r{n + 1}{')' * 45}" for n in range(48)) + '\nr48: "x"'
 WITH_LARK = {**PATCH, "format": {"type": "grammar", "syntax": "lark", "definition": LARK}}
 WITH_REGEX = {**PATCH, "format": {"type": "grammar", "syntax": "regex", "definition": "(yes|no)/[0-9]{2}"}}
 QUESTION = {"role": "user", "content": "Change it."}
@@ -229,6 +232,9 @@ def test_results_of_all_kinds_reach_the_model(running: Running, script: Callable
         ("custom", '{ "input": "\\ud83d\\ude00 \\u00fc\\n"}', {"input": "\U0001f600 \u00fc\n", "status": "completed"}),
         ("custom", "no JSON", {"input": "no JSON", "status": "completed"}),
         ("custom", '{"input": "half \\ud83', {"input": "half ", "status": "completed"}),
+        ("custom", r'{"input": "find(\d+)\n"}', {"input": "find(\\d+)\n", "status": "completed"}),
+        ("custom", r'{"input": "C:\users\ud800!"}', {"input": r"C:\users\ud800!", "status": "completed"}),
+        ("custom", r'{"input": "\ud83dx\\ \""}', {"input": '\\ud83dx\\ "', "status": "completed"}),
         ("local_shell", '{"command": "ls | wc"}', {"status": "completed"}),
         ("local_shell", '{"command": ["ls"', {"status": "incomplete"}),
         ("shell", '{"commands": "ls"}', {"status": "completed"}),
@@ -268,6 +274,8 @@ def test_the_model_gets_the_grammar() -> None:
         ([PATCH | {"format": {"type": "grammar", "syntax": "regex", "definition": "("}}], "cannot be enforced"),
         ([PATCH | {"format": {"type": "grammar", "syntax": "lark", "definition": 'start: "(" start? ")"'}}],
          "the rule 'start' contains itself"),
+        ([PATCH | {"format": {"type": "grammar", "syntax": "lark", "definition": DOUBLING}}], "100000 characters"),
+        ([PATCH | {"format": {"type": "grammar", "syntax": "lark", "definition": NESTED}}], "nested too deeply|levels"),
         ([{"type": "local_shell"}, {"type": "function", "name": "local_shell"}], "two tools of the name"),
     ],
 )  # fmt: skip

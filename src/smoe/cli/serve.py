@@ -301,6 +301,7 @@ def _serve(
     settings = _with_libraries(model, in_container(engine.config(SERVED_SEQUENCES)), note)
     from smoe.cli.prompt_bar import PromptBar
     from smoe.cli.session import loaded_with_tokenizer
+    from smoe.models.files import fetch
 
     with doing("importing the libraries of the server"):
         from smoe.server.first_pass import first_pass
@@ -318,6 +319,7 @@ def _serve(
             note(text, is_asked=True)
 
     with loaded_with_tokenizer(model, settings, engine.revision, template) as (ready, tokenizer):
+        place = fetch(model, engine.revision)  # now, as it may be gone when the server ends
         serving = Serving(ready, tokenizer, name, config, warned)
         if not serving.prompts.has_template:
             note(
@@ -338,22 +340,23 @@ def _serve(
                     listener.run([bound_socket])
             finally:
                 serving.close()
-        _store_pace(serving, model, engine.revision)
-        return totals_of(serving), serving.failure if config.exit_on_failure else None
+        totals = totals_of(serving)
+        _store_pace(serving, place)
+        return totals, serving.failure if config.exit_on_failure else None
 
 
-def _store_pace(serving: Serving, model: str, revision: str | None) -> None:
-    """Store the times that the server has measured while it decoded one text alone, for the next forecast."""
-    from smoe.models.files import fetch
+def _store_pace(serving: Serving, place: Path) -> None:
+    """Store the times that the server has measured while it decoded one text alone, for the next forecast. `place`: the
+    model's path."""
     from smoe.report.pace import UNKNOWN, is_forecast, measured_pace, remember
 
     engine = serving.engine
-    if not is_forecast(engine):
+    if not is_forecast(engine) or engine.config.has_low:
         return
     pace = measured_pace(serving.counters_of_one_text, len(engine.store.layers), engine.store.expert_bytes)
     if pace != UNKNOWN:
         with suppress(OSError):  # the next forecast is then based on earlier runs
-            place, is_direct = fetch(model, revision), engine.config.direct_io == "on"
+            is_direct = engine.config.direct_io == "on"
             remember(place, engine.config.precision, is_direct, pace, waited=serving.waited_share)
 
 

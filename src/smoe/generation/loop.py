@@ -173,6 +173,7 @@ class DecodeLoop:
                         if after_step is not None:
                             after_step()
                 finally:
+                    self._note_series(False)  # what is read while the loop is idle does not count
                     self.busy_seconds += self._engine.now() - began
                     self.waited_seconds += (waited_seconds() or 0.0) - waited
 

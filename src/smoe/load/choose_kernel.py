@@ -173,7 +173,7 @@ def _proven(
     torch's order lacks torch's bits on this CPU, as on those with AMX: torch itself would have to compute it.
     """
     is_quantised = isinstance(prover.store, QuantisedStore)
-    may_differ = config.kernels == "auto" and not config.reproducible  # measuring finds the faster one
+    may_differ = config.kernels == "auto" and not config.reproducible
     orders = [False] if is_supported() and config.kernels != "own-order" else []
     if may_differ or config.kernels == "own-order" or is_quantised:
         orders.append(True)

@@ -93,12 +93,13 @@ class QuantisedLinear(QuantisedWeight):
     def alone(self, input: torch.Tensor) -> torch.Tensor:
         """Return [..., out_features] for an input [..., in_features], computing only this layer."""
         rows = input.reshape(-1, self.in_features)
+        out = rows.new_empty(rows.shape[0], self.out_features)
         if rows.shape[0] <= self._most_rows(rows):
-            out = self._by_codes(rows.contiguous())
-        elif self.has_byte_products and rows.dtype is torch.bfloat16:
-            out = torch.cat([self._by_codes(each.contiguous()) for each in rows.split(MOST_BYTE_ROWS)])
+            self._multiply_codes(rows.contiguous(), out)
+        elif self.pool is not None and rows.dtype is torch.bfloat16 and self.has_byte_products:
+            for some, to in zip(rows.split(MOST_BYTE_ROWS), out.split(MOST_BYTE_ROWS), strict=True):
+                self._multiply_codes(some.contiguous(), to)
         else:
-            out = rows.new_empty(rows.shape[0], self.out_features)
             for begin, end in self.pieces():
                 bias = None if self.bias is None else self.bias[begin:end]
                 out[:, begin:end] = functional.linear(rows, self.numbers(begin, end).to(rows.dtype), bias)
@@ -116,8 +117,7 @@ class QuantisedLinear(QuantisedWeight):
         return Target(self.matrix, out.data_ptr(), 2 * self.out_features, bias)
 
     def _most_rows(self, rows: torch.Tensor) -> int:
-        """Return the largest number of rows that our kernel multiplies. More rows are multiplied with dequantized
-        weights."""
+        """Return the largest number of rows that our kernel multiplies in one call."""
         if self.pool is None or rows.dtype is not torch.bfloat16:
             return 0
         if self.has_byte_products or self.bias is None or self.pool.rows_are_alone:
@@ -150,15 +150,13 @@ class QuantisedLinear(QuantisedWeight):
         self._matrix_of.clear()
         interleave(form, self.matrix)
 
-    def _by_codes(self, rows: torch.Tensor) -> torch.Tensor:
+    def _multiply_codes(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         assert self.pool is not None
-        out = rows.new_empty(rows.shape[0], self.out_features)
         if self.bias is None or self.has_byte_products:
             self.pool.multiply_each(rows, [self.target(out)])
-            return out
+            return
         for n in range(rows.shape[0]):
             self.pool.multiply_each(rows[n : n + 1], [self.target(out[n : n + 1])])
-        return out
 
 
 class SharedInput:

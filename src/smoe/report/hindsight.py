@@ -86,6 +86,8 @@ def look_back(model: PreTrainedModel, generation: Generation, place: Path, layer
     found = Foretold(run.seconds_per_token, first, pace.layer is not None)
     shown = shown_by(engine, generation.later_counters, generation.prompt_tokens)
     shown = shown.after(_prompt_shown(generation, run, pace, layers))
+    if engine.config.has_low:  # the mean time of full and low-precision copies is the time of neither
+        return found
     with suppress(OSError):  # the result does not depend on it
         remember(place, spec.precision, is_direct, shown, _beside(generation, found))
     return found

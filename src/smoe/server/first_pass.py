@@ -20,7 +20,7 @@ _PROMPT_TOKENS, _NEW_TOKENS = 8, 2
 
 def first_pass(model: PreTrainedModel, tokenizer: Any) -> None:
     """Generate two tokens after a short prompt, in a separate decode loop, so that no later request reuses this text.
-    Nothing is read for it, unless experts are loaded before their first use anyway.
+    Where `Engine.without_reads` has an effect, no expert is read for it.
 
     Raises the error with which the model fails."""
     engine: Any = model.offload

@@ -57,7 +57,10 @@ def pattern_of_lark(grammar: str, param: str) -> str:
     field `param` for a grammar that is invalid, recursive, or uses a part of the syntax that is not supported."""
     if len(grammar) > _LONGEST:
         raise _invalid(f"it is longer than {_LONGEST} characters", param)
-    return _Rules(grammar, param).pattern_of("start")
+    try:
+        return _Rules(grammar, param).pattern_of("start")
+    except RecursionError:
+        raise _invalid("its rules and groups are nested too deeply", param) from None
 
 
 class _LarkToken(NamedTuple):
@@ -143,18 +146,18 @@ class _Expression:
         self._depth += 1
         if self._depth > _DEEPEST:
             raise _invalid(f"it has more than {_DEEPEST} levels of groups", self._param)
-        parts = [self._sequence()]
+        found, is_one = self._sequence(), True
         while self._takes("|"):
-            parts.append(self._sequence())
+            found, is_one = self._checked(f"{found}|{self._sequence()}"), False
         self._depth -= 1
-        return self._checked(parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})")
+        return found if is_one else f"(?:{found})"
 
     def _sequence(self) -> str:
-        parts = []
+        found = ""
         while (token := self._next()) is not None and token.text not in ("|", ")", "]"):
             self._place += 1
-            parts.append(self._repeated(self._atom(token)))
-        return self._checked("".join(parts))
+            found = self._checked(found + self._repeated(self._atom(token)))
+        return found
 
     def _atom(self, token: _LarkToken) -> str:
         match token.kind:

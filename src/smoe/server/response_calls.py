@@ -15,10 +15,14 @@ from smoe.server.response_tools import SHELLS, ToolOrigin, arguments_of_input, f
 CallEvent = tuple[str, dict[str, Any]]
 """(type of an event, its fields)."""
 _INPUT_BEGINS = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-_CHARACTERS = re.compile(
-    r'(?:[^"\\]|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*'
+_CHARACTER = re.compile(
+    r'[^"\\]+|\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}'
 )
-"""The beginning of the inside of a JSON string that consists of whole characters."""
+"""Characters inside a JSON string, or one escape, if they are complete."""
+_MAY_BECOME_ESCAPE = re.compile(
+    r"\\(?:u[0-9a-fA-F]{0,3}|u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?)?"
+)
+"""The beginning of an escape."""
 
 
 class CallItem:
@@ -62,10 +66,8 @@ class _CustomCall(CallItem):
         if found is not None:
             self._place = found.end()
         if self._place:
-            whole = _CHARACTERS.match(self.arguments, self._place)
-            assert whole is not None, "the pattern matches the empty text"
-            self._place = whole.end()
-            yield from self._add(json.loads(f'"{whole[0]}"', strict=False))
+            text, self._place = _decoded(self.arguments, self._place)
+            yield from self._add(text)
 
     def end(self, *, is_cut_off: bool) -> Iterator[CallEvent]:
         given = _object(self.arguments).get("input")
@@ -169,6 +171,23 @@ def called(item: dict[str, Any]) -> tuple[Any, Any]:
     if kind == "custom_tool_call":
         return name, arguments_of_input(item.get("input", ""))
     return name, item.get("arguments", "{}")
+
+
+def _decoded(json_text: str, begin: int) -> tuple[str, int]:
+    """Return the text that the inside of a JSON string means, from the index `begin` to its end or its last complete
+    character, and the index after it. A backslash that begins no escape means itself, as models forget to double it."""
+    pieces, place = list[str](), begin
+    while place < len(json_text) and json_text[place] != '"':
+        whole = _CHARACTER.match(json_text, place)
+        if whole is not None:
+            pieces.append(json.loads(f'"{whole[0]}"', strict=False))
+            place = whole.end()
+        elif _MAY_BECOME_ESCAPE.fullmatch(json_text, place):
+            break
+        else:
+            pieces.append("\\")
+            place += 1
+    return "".join(pieces), place
 
 
 def _named(call: Part, origin: ToolOrigin) -> dict[str, Any]:
