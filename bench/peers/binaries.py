@@ -63,6 +63,7 @@ def cli_commands(
     longest = max(workload.prompts)
     words = [program, "-m", str(gguf), "-t", str(workload.threads), "-c", str(context_tokens(workload))]
     words += ["--seed", str(workload.seed), "--ignore-eos", "--no-display-prompt", *_words(SAMPLING), *more]
+    words += ["--override-kv", "tokenizer.ggml.add_bos_token=bool:false"]  # the prompt has its number of tokens
     counts = {length: workload.new_tokens + 1 if length == longest else 1 for length in sorted(workload.prompts)}
     return [Command([*words, "-n", str(count), "-p", texts[length]]) for length, count in counts.items()]
 
