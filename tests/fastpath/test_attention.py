@@ -20,14 +20,18 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
-from smoe.fastpath import attention, linear
+from smoe.fastpath import attention, attention_proof, linear
 from smoe.fastpath.attention import OneQuery, Shape, agrees
+from smoe.fastpath.attention_proof import is_accurate
 from smoe.kernels import attention as kernel
 from smoe.kernels import attention_code, scores, softmax, weighted_values
 from smoe.kernels.attention import attend, fits
+from smoe.kernels.isa import widest
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.kernels.threads import threads
+from smoe.kernels.verdicts import Verdicts
 from tests import gguf_converted, oracle, promised
+from tests.fastpath.layers import MODELS, model_of
 from tests.gguf_windowed import LAGUNA
 
 LENGTHS = (1, 2, 3, 4, 15, 16, 17, 31, 32, 33, 511, 512, 513, 1023, 1025)
@@ -90,6 +94,32 @@ def assert_same_or_declined(pool: SpinningPool, shape: Shape, ours: torch.Tensor
     promised.holds(
         is_equal, lambda: agrees(pool, attention._behind_the_name(), caller(shape), shape), f"{ORDER} {shape}"
     )
+
+
+def test_a_less_accurate_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a test of accuracy that every kernel passes."""
+    promised.needs(widest() is not None, "machine code of our own")
+    library, module = attention._behind_the_name(), caller(SHAPE)
+    with SpinningPool(1, in_own_order=True) as own:
+        assert is_accurate(own, library, module, SHAPE)
+        monkeypatch.setattr(attention_proof, "attend", lambda *given: tuple(1.01 * each for each in attend(*given)))
+        assert not is_accurate(own, library, module, SHAPE)
+
+
+@pytest.mark.parametrize(("size", "is_asked"), [(64, True), (80, False)])
+@pytest.mark.parametrize("agrees_there", [True, False])
+def test_agreement_is_asked_of_sizes_that_the_kernel_has(
+    size: int, is_asked: bool, agrees_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promised.needs(attention.libm() is not None, "glibc")
+    asked: list[Shape] = []
+    monkeypatch.setattr(attention, "agrees", lambda pool, library, module, shape: asked.append(shape) or agrees_there)
+    config, make, more = MODELS["norms of heads"]
+    model = model_of(config, make, more | {"head_dim": size})
+    with SpinningPool(1, in_own_order=True) as own:
+        found = attention.agrees_everywhere(model, own, Verdicts())
+    assert asked == [Shape(4, 2, size)] * is_asked
+    assert found == (agrees_there or not is_asked)
 
 
 @pytest.mark.usefixtures("library")

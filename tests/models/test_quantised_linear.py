@@ -85,6 +85,14 @@ def test_more_rows_than_a_product_takes_have_the_same_bits(form: Format, pool, m
     assert torch.equal(layer(x), expected)
 
 
+def test_without_threads_of_kernels_no_kernel_is_compiled(form: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch kernels that are compiled within a pass with `kernels=torch`."""
+    layer = QuantisedLinear(form, codes_of(form), torch.bfloat16, None)
+    monkeypatch.setattr(quantised_linear, "products_of", None)
+    monkeypatch.setattr(quantised_linear, "MOST_BYTE_ROWS", 8)
+    assert layer(torch.ones(23, COLUMNS).bfloat16()).shape == (23, OUTPUTS)
+
+
 @needs_kernels
 @pytest.mark.parametrize("rows", [1, 3])
 def test_interleaved_rows_have_the_same_bits(form: Format, rows: int, pool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ The same scores and outputs need only a product for each head:
 
 So the query is multiplied by W_k^T, all heads attend to the latent vectors as to keys and values of one shared head
 (`kernels/attention.py`), and the result is multiplied by W_v. Both matrices are bf16 copies of `kv_b_proj`; the memory
-budget includes them (`ModelSpec.demand`). Prompts are computed by transformers' method, in which one expansion
+budget includes them (`ModelSpec.latent_bytes`). Prompts are computed by transformers' method, in which one expansion
 serves many queries.
 
 Results equal transformers' up to rounding (E1). A proof at load compares both with float64.

@@ -27,7 +27,7 @@ from smoe.compute.experts import Experts, Place
 from smoe.compute.thread_pool import ThreadPool
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
-from smoe.fastpath import attention, convolution, decoder_layer, linear, norm, router
+from smoe.fastpath import attention, convolution, decoder_layer, delta_rule, linear, norm, router
 from smoe.fastpath.decoder_layer import OneToken
 from smoe.kernels.experts import TokenExperts
 from smoe.kernels.isa import widest
@@ -128,7 +128,8 @@ def _with_the_rest(
     adopted = linear.speed_up(model, chosen, routers, activations, is_measured, sure, verdicts)
     layers = decoder_layer.speed_up(model, chosen, adopted.parts, norms, verdicts)
     if may_round:
-        if isinstance(store, QuantisedStore):
+        delta_rule.speed_up(model)
+        if spec.latent_bytes(config):
             attention.speed_up_latent(model, chosen, verdicts)
         modules = {model.get_submodule(site.name) for site in spec.sites}
         plain = [of for of, is_gate in routers.items() if is_gate]

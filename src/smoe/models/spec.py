@@ -15,6 +15,7 @@ from smoe.bounds import MOST_CORRECTED_LAYERS
 from smoe.config import EngineConfig
 from smoe.errors import CheckpointError
 from smoe.expert import EXACT, LOW
+from smoe.kernels.spinning_pool import is_supported
 from smoe.memory.dtypes import BF16, BY_NAME, Dtype
 from smoe.memory.quantised_store import blocks_bytes
 from smoe.memory.safetensors_index import StoredTensor
@@ -220,7 +221,7 @@ class ModelSpec:
         )
         images = self._images_workspace(config)
         return Demand(
-            weights_bytes=self.weights_bytes - self.image_encoder_bytes + self._latent_bytes(config),
+            weights_bytes=self.weights_bytes - self.image_encoder_bytes + self.latent_bytes(config),
             image_encoder_bytes=self.image_encoder_bytes,
             image_step_bytes=images.encoder,
             embedding_bytes=0 if self.embedding is None else blocks_bytes(self.dense[self.embedding]),
@@ -238,11 +239,12 @@ class ModelSpec:
             low_share=config.low_share if self.low is not None else 0.0,
         )
 
-    def _latent_bytes(self, config: EngineConfig) -> int:
-        """Return the bytes of the bf16 copies of the matrices that expand latent vectors
-        (`fastpath/latent_attention.py`)."""
+    def latent_bytes(self, config: EngineConfig) -> int:
+        """Return the bytes of the bf16 copies of the matrices that expand latent vectors, with which single tokens
+        attend to a latent KV cache (`fastpath/latent_attention.py`); 0 if transformers' method is used."""
         may_round = config.kernels == "own-order" or (config.kernels == "auto" and not config.reproducible)
-        if self.stored_bytes is None or self.dtype.itemsize != 2 or not may_round:
+        has_torchs_bits = self.stored_bytes is None and config.kernels == "auto" and is_supported()
+        if self.dtype is not BF16 or not may_round or has_torchs_bits:
             return 0
         expanding = (each for name, each in self.outline.weights.items() if name.endswith("kv_b_proj.weight"))
         return self.dtype.itemsize * sum(each.numbers for each in expanding)

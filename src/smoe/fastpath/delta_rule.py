@@ -1,0 +1,123 @@
+"""Computes one token of the gated delta rule (linear attention of Qwen3-Next, Qwen3.5, Qwen3.6 and Qwen3.8) in place.
+
+For each head the rule changes a state S [K, V] by a key k, a value v, a decay a and a gate b:
+
+    S <- a S        S <- S + k (b (v - S^T k))^T        output = S^T q
+
+transformers computes this in float32 by elementwise operations, each of which makes a new tensor as large as all states
+of a layer (2 MB for 32 heads of 128 x 128). Here the state is changed in place, and sums are matrix products. They add
+in another order, so results equal transformers' up to rounding (E1).
+
+transformers' function stands in the source file of the model's class and does not get the module. So it is replaced
+there by a function that calls the original, unless a module with the fast rule is running in the same thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+_NAME = "torch_recurrent_gated_delta_rule"
+"""transformers' function for one token, in the source files of model classes."""
+_SMALLEST = 1e-6
+"""transformers adds this number to the square of a norm."""
+_running = threading.local()
+"""Its attribute `is_fast` is true while a module with the fast rule is running in this thread."""
+Rule = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+
+def speed_up(model: nn.Module) -> int:
+    """Make modules with the gated delta rule compute single tokens in place. Return the number of these modules."""
+    adopted = 0
+    for module in model.modules():
+        if hasattr(module, "A_log") and _stands_before(sys.modules[type(module).__module__]):
+            module.register_forward_pre_hook(_begin)
+            module.register_forward_hook(_end, always_call=True)
+            adopted += 1
+    return adopted
+
+
+def _begin(module: nn.Module, args: Any) -> None:
+    _running.is_fast = True
+
+
+def _end(module: nn.Module, args: Any, output: Any) -> None:
+    _running.is_fast = False
+
+
+def _stands_before(file: Any) -> bool:
+    """Replace transformers' function in a source file by one that may compute in place. Return False if the file has no
+    such function."""
+    library = getattr(file, _NAME, None)
+    if library is None:
+        return False
+    if not hasattr(library, "library"):
+        ours = _one_token_in_place(library)
+        ours.library = library  # type: ignore[attr-defined]
+        setattr(file, _NAME, ours)
+    return True
+
+
+def _one_token_in_place(library: Rule) -> Rule:
+    @functools.wraps(library)
+    def rule(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        initial_state: torch.Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        is_fast = getattr(_running, "is_fast", False) and use_qk_l2norm_in_kernel and output_final_state
+        if is_fast and initial_state is not None and _serves(query, initial_state):
+            return one_token(query, key, value, g, beta, initial_state), initial_state
+        given = {"initial_state": initial_state, "output_final_state": output_final_state}
+        given["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
+        return library(query, key, value, g=g, beta=beta, **given, **kwargs)
+
+    return rule
+
+
+def _serves(query: torch.Tensor, state: torch.Tensor) -> bool:
+    is_plain = state.dtype is torch.float32 and state.device.type == "cpu" and state.is_contiguous()
+    return is_plain and query.shape[1] == 1 and not query.requires_grad
+
+
+def one_token(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    gate: torch.Tensor,
+    state: torch.Tensor,
+) -> torch.Tensor:
+    """Return the output [rows, 1, heads, V] of one token, and change `state` [rows, heads, K, V] in place.
+
+    `query` and `key` [rows, 1, key heads, K], each shared by as many heads; `value` [rows, 1, heads, V]; `decay`, in
+    logarithms, and `gate` [rows, 1, heads].
+    """
+    rows, heads, keys, values = state.shape
+    shared = heads // key.shape[2]
+    q = _normalised(query).mul_(keys**-0.5).repeat_interleave(shared, 1).view(rows * heads, 1, keys)
+    k = _normalised(key).repeat_interleave(shared, 1).view(rows * heads, 1, keys)
+    state.mul_(decay.float().exp().view(rows, heads, 1, 1))
+    of_heads = state.view(rows * heads, keys, values)
+    change = value.float().view(rows * heads, 1, values) - torch.bmm(k, of_heads)
+    change *= gate.float().view(rows * heads, 1, 1)
+    of_heads.baddbmm_(k.mT, change)
+    return torch.bmm(q, of_heads).view(rows, 1, heads, values).to(query.dtype)
+
+
+def _normalised(vectors: torch.Tensor) -> torch.Tensor:
+    """Return vectors [rows, 1, heads, K] with a norm of one, in float32, [rows, heads, K]."""
+    wide = vectors[:, 0].float()
+    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + _SMALLEST)

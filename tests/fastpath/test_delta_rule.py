@@ -1,0 +1,83 @@
+"""The gated delta rule of one token in place: equal to transformers' up to rounding, for models that may round.
+
+Would catch: a state that is changed twice or not at all, heads that take another head's key, another model of the same
+process whose bits change.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from smoe.fastpath import delta_rule
+from tests import oracle
+
+ROWS, KEY_HEADS, HEADS, KEYS, VALUES = 2, 3, 6, 16, 24
+
+
+def given(dtype: torch.dtype) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, generator=generator)
+
+    return {
+        "query": numbers(ROWS, 1, KEY_HEADS, KEYS).to(dtype),
+        "key": numbers(ROWS, 1, KEY_HEADS, KEYS).to(dtype),
+        "value": numbers(ROWS, 1, HEADS, VALUES).to(dtype),
+        "g": -numbers(ROWS, 1, HEADS).exp(),
+        "beta": numbers(ROWS, 1, HEADS).sigmoid().to(dtype),
+        "initial_state": numbers(ROWS, HEADS, KEYS, VALUES),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_the_rule_of_transformers(dtype: torch.dtype) -> None:
+    file = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
+    rule = getattr(file.torch_recurrent_gated_delta_rule, "library", file.torch_recurrent_gated_delta_rule)
+    theirs, their_state = rule(**given(dtype), output_final_state=True, use_qk_l2norm_in_kernel=True)
+    query, key, value, decay, gate, state = given(dtype).values()
+    ours = delta_rule.one_token(query, key, value, decay, gate, state)
+    torch.testing.assert_close(state, their_state, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5 if dtype is torch.float32 else 1e-2, atol=1e-5)
+
+
+def test_a_model_in_place_beside_one_that_is_not(toy: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens: list[int] = []
+    once = delta_rule.one_token
+    monkeypatch.setattr(delta_rule, "one_token", lambda *of: tokens.append(of[0].shape[1]) or once(*of))
+    folder = toy("qwen3_next")
+    expected = oracle.reference_steps(folder)
+    ours: PreTrainedModel = oracle.reference(folder)
+    layers = sum(kind == "linear_attention" for kind in ours.config.get_text_config().layer_types)
+    assert delta_rule.speed_up(ours) == layers
+    oracle.assert_same_steps(oracle.greedy(oracle.reference(folder)), expected)
+    assert not tokens, "another model takes transformers' way"
+    found = oracle.greedy(ours)
+    assert len(tokens) == layers * (len(tokens) // layers) > 0
+    assert torch.equal(found.prefill, expected.prefill)
+    torch.testing.assert_close(
+        torch.stack(list(found.logits)), torch.stack(list(expected.logits)), rtol=1e-3, atol=1e-3
+    )
+
+
+def test_a_failure_ends_it() -> None:
+    class Failing(torch.nn.Module):
+        A_log = None
+
+        def forward(self) -> None:
+            raise RuntimeError("no arithmetic today")
+
+    module = Failing()
+    Failing.__module__ = "transformers.models.qwen3_next.modeling_qwen3_next"
+    importlib.import_module(Failing.__module__)
+    assert delta_rule.speed_up(module) == 1
+    with pytest.raises(RuntimeError, match="today"):
+        module()
+    assert not delta_rule._running.is_fast
