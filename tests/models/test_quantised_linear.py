@@ -17,7 +17,7 @@ from smoe.formats.registry import FORMATS
 from smoe.kernels.isa import widest
 from smoe.kernels.spinning_pool import SpinningPool, is_supported
 from smoe.models import quantised_linear
-from smoe.models.quantised_linear import QuantisedEmbedding, QuantisedLinear, keep_quantised
+from smoe.models.quantised_linear import QuantisedEmbedding, QuantisedLinear, keep_quantised, share_inputs
 from tests.formats.blocks import random_rows
 from tests.kernels.products import gains_by_interleaving
 
@@ -83,6 +83,22 @@ def test_more_rows_than_a_product_takes_have_the_same_bits(form: Format, pool, m
     monkeypatch.setattr(quantised_linear, "most_quantised_rows", lambda matrices: 8)
     monkeypatch.setattr(layer, "numbers", None)
     assert torch.equal(layer(x), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("by_kernel", [pytest.param(True, marks=needs_kernels), False])
+def test_columns_in_another_order(form: Format, rows: int, by_kernel: bool, pool) -> None:
+    """Would catch inputs that are moved in the wrong direction, and a group of layers that share an input."""
+    order = torch.randperm(COLUMNS, generator=torch.Generator().manual_seed(2))
+    plain = QuantisedLinear(form, codes_of(form), torch.bfloat16, None)
+    moved = QuantisedLinear(form, codes_of(form), torch.bfloat16, None, order)
+    for layer in (plain, moved) if by_kernel else ():
+        layer.multiply_by(pool, INT8)
+    share_inputs(nn.ModuleList([plain, moved]))
+    x = torch.randn(1, rows, COLUMNS, generator=torch.Generator().manual_seed(rows)).bfloat16()
+    assert torch.equal(moved(x[..., order]), plain(x))
+    assert torch.equal(moved.weight, plain.weight[:, order])
+    assert moved.shared is None
 
 
 def test_without_threads_of_kernels_no_kernel_is_compiled(form: Format, monkeypatch: pytest.MonkeyPatch) -> None:

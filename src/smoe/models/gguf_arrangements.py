@@ -146,7 +146,9 @@ GROUPED_STATE = {
     "linear_attn.in_proj_b.weight": _GROUPED,
     "linear_attn.in_proj_qkv.weight": _GROUPED_BEHIND_KEYS,
     "linear_attn.in_proj_z.weight": _GROUPED,
-    "linear_attn.out_proj.weight": Arrangement(lambda parts, config: _grouped(parts[0].T, config).T),
+    "linear_attn.out_proj.weight": Arrangement(
+        lambda parts, config: _grouped(parts[0].T, config).T, moves_columns=True
+    ),
 }
 """The arrangements of linear attention in files from Qwen3.5 on, whose value heads are in another order."""
 

@@ -79,6 +79,9 @@ class Arrangement(NamedTuple):
     moves_rows: bool = False
     """Whether `whole` only moves complete rows. Then it can also be applied to quantized codes, so that the weight
     stays quantized."""
+    moves_columns: bool = False
+    """Whether `whole` only moves complete columns of one matrix. Then the weight stays quantized with its columns in
+    the file's order, and the layer puts its input into that order."""
 
 
 @dataclass(frozen=True)

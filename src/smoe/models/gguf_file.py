@@ -86,7 +86,8 @@ class GgufFile(GgufSizes):
             tensor = spec.dense[name]
             keep_on_disk(loaded, name, FORMATS[tensor.dtype], StoredRows(tensor), spec.dtype.torch)
         for name, codes in self._codes_of_each({name: sources[name] for name in spec.dense.keys() - on_disk}, spec):
-            keep_quantised(loaded, name, FORMATS[spec.dense[name].dtype], codes, spec.dtype.torch)
+            columns = _moved_columns(sources[name], spec.config, spec.dense[name].shape[1])
+            keep_quantised(loaded, name, FORMATS[spec.dense[name].dtype], codes, spec.dtype.torch, columns)
             read.add(sizes[name])
         keep_tables_on_disk(loaded, tables, spec)
         loaded.name_or_path = loaded.config.name_or_path = str(self.place)  # for messages: the loader was given no name
@@ -139,7 +140,7 @@ class GgufFile(GgufSizes):
     def _all_codes(self, source: WeightSource, config: PretrainedConfig) -> torch.Tensor:
         """Return the bytes of a weight that stays quantized, with the rows in transformers' order."""
         parts = [self._codes(self._tensors[key]) for key in source.keys]
-        if source.arrangement is None:
+        if source.arrangement is None or source.arrangement.moves_columns:
             return parts[0]
         with naming(f"{', '.join(source.keys)} in {self.place} do not fit together"):
             return source.arrangement.whole(parts, config).contiguous()
@@ -153,6 +154,14 @@ class GgufFile(GgufSizes):
                 "checkpoint again"
             )
         return codes
+
+
+def _moved_columns(source: WeightSource, config: PretrainedConfig, count: int) -> torch.Tensor | None:
+    """Return, for each of the `count` columns of a weight, the number of the column in the file. Return None if both
+    have the same order."""
+    if source.arrangement is None or not source.arrangement.moves_columns:
+        return None
+    return source.arrangement.whole([torch.arange(count).unsqueeze(0)], config)[0]
 
 
 def _key_of(sources: Mapping[str, WeightSource], name: str) -> str:

@@ -37,7 +37,7 @@ class WeightSource(NamedTuple):
         first = parts[0]
         if self.arrangement is None:
             return first if first.dtype in FORMATS else None
-        stays = self.arrangement.moves_rows
+        stays = self.arrangement.moves_rows or self.arrangement.moves_columns
         if not stays or any(part.dtype != first.dtype for part in parts) or first.dtype not in FORMATS:
             return None
         rows = sum(math.prod(part.shape[:-1]) for part in parts)

@@ -76,8 +76,19 @@ class QuantisedWeight(nn.Module):
 class QuantisedLinear(QuantisedWeight):
     """A quantized replacement for `nn.Linear`."""
 
-    def __init__(self, form: Format, codes: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        form: Format,
+        codes: torch.Tensor,
+        dtype: torch.dtype,
+        bias: torch.Tensor | None,
+        columns: torch.Tensor | None = None,
+    ) -> None:
+        """`columns`: the column of the codes that belongs to each input; None: the codes are in the inputs' order."""
         super().__init__(form, codes, dtype)
+        self._columns = columns
+        self._inputs = None if columns is None else columns.argsort()
+        """The input that belongs to each column of the codes."""
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.out_features, self.in_features = self.shape
         self.shared: SharedInput | None = None
@@ -88,7 +99,13 @@ class QuantisedLinear(QuantisedWeight):
         """Return [..., out_features] for an input [..., in_features]."""
         if self.shared is not None:
             return self.shared.output(self, input)
-        return self.alone(input)
+        return self.alone(input if self._inputs is None else input[..., self._inputs])
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The whole matrix, dequantized again at each access, for comparisons."""
+        whole = self.numbers(0, self.shape[0])
+        return whole if self._columns is None else whole[:, self._columns]
 
     def alone(self, input: torch.Tensor) -> torch.Tensor:
         """Return [..., out_features] for an input [..., in_features], computing only this layer."""
@@ -104,6 +121,11 @@ class QuantisedLinear(QuantisedWeight):
                 bias = None if self.bias is None else self.bias[begin:end]
                 out[:, begin:end] = functional.linear(rows, self.numbers(begin, end).to(rows.dtype), bias)
         return out.view(*input.shape[:-1], self.out_features)
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the columns of the codes are in the order of the inputs."""
+        return self._columns is None
 
     def takes(self, input: torch.Tensor) -> bool:
         """Return whether our kernel multiplies the rows of `input` in 8 bits."""
@@ -206,7 +228,9 @@ def share_inputs(model: nn.Module) -> None:
     for module in model.modules():
         alike: dict[int, list[QuantisedLinear]] = {}
         for child in module.children():
-            if isinstance(child, QuantisedLinear) and child.pool is not None and child.has_byte_products:
+            if not isinstance(child, QuantisedLinear) or not child.is_in_order:
+                continue
+            if child.pool is not None and child.has_byte_products:
                 alike.setdefault(child.in_features, []).append(child)
         for layers in alike.values():
             if len(layers) > 1:
@@ -284,14 +308,21 @@ def can_stay_quantised(module: nn.Module) -> bool:
     return type(module) in (nn.Linear, nn.Embedding)
 
 
-def keep_quantised(model: nn.Module, name: str, form: Format, codes: torch.Tensor, dtype: torch.dtype) -> None:
+def keep_quantised(
+    model: nn.Module,
+    name: str,
+    form: Format,
+    codes: torch.Tensor,
+    dtype: torch.dtype,
+    columns: torch.Tensor | None = None,
+) -> None:
     """Replace all layers that have the parameter `name` by quantized layers. Layers with tied weights share the
-    quantized codes."""
+    quantized codes. `columns`: as in `QuantisedLinear`."""
     weight = model.get_parameter(name)
     tied = [(path, module) for path, module in model.named_modules() if module._parameters.get("weight") is weight]
     for path, module in tied:
         parent, _, child = path.rpartition(".")
-        setattr(model.get_submodule(parent), child, _of_codes(module, form, codes, dtype))
+        setattr(model.get_submodule(parent), child, _of_codes(module, form, codes, dtype, columns))
 
 
 def keep_on_disk(model: nn.Module, name: str, form: Format, rows: StoredRows, dtype: torch.dtype) -> None:
@@ -303,8 +334,11 @@ def keep_on_disk(model: nn.Module, name: str, form: Format, rows: StoredRows, dt
     setattr(model.get_submodule(parent), child, StoredEmbedding(form, rows, dtype, library.padding_idx))
 
 
-def _of_codes(module: nn.Module, form: Format, codes: torch.Tensor, dtype: torch.dtype) -> QuantisedWeight:
+def _of_codes(
+    module: nn.Module, form: Format, codes: torch.Tensor, dtype: torch.dtype, columns: torch.Tensor | None
+) -> QuantisedWeight:
     if isinstance(module, nn.Embedding):
+        assert columns is None, "columns of an embedding"
         return QuantisedEmbedding(form, codes, dtype, module.padding_idx)
     assert isinstance(module, nn.Linear), module
-    return QuantisedLinear(form, codes, dtype, None if module.bias is None else module.bias.data)
+    return QuantisedLinear(form, codes, dtype, None if module.bias is None else module.bias.data, columns)
