@@ -1,11 +1,12 @@
 """Computes the convolutions along time of linear attention in float32, on CPUs whose libraries have none in bf16.
 
-Qwen3-Next, Qwen3.5, LFM2, Kimi Linear and models with Mamba layers convolve each channel with some four of its last
-values. On CPUs with AVX2 alone, torch computes such a convolution in bf16 channel by channel: 60 to 80 ms for one token
-and 8,192 channels, and in float32 0.3 ms. With four values, both round the same sum of exact products to bf16. A proof
-at load compares their bits; without equal bits torch's convolution stays, unless results may differ by rounding.
+Qwen3-Next, Qwen3.5, LFM2, Kimi Linear and models with Mamba layers convolve the last values of each channel, usually
+four. On CPUs with AVX2 alone, torch computes such a convolution in bf16 channel by channel: 56 to 68 ms for one token
+and 8,192 channels, and in float32 0.3 ms (docs/log/whole-models.md). With four values, both round the same sum of exact
+products to bf16. If results may differ by rounding, float32 is always used; otherwise only if a proof at load finds
+equal bits.
 
-transformers' functions receive the weight and call torch, so the weight is a tensor that brings its own convolution.
+transformers' functions receive the weight and call torch, so the weight is a tensor whose `conv1d` is replaced.
 """
 
 from __future__ import annotations

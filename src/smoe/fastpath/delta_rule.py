@@ -8,8 +8,8 @@ transformers computes this in float32 by elementwise operations, each of which m
 of a layer (2 MB for 32 heads of 128 x 128). Here the state is changed in place, and sums are matrix products. They add
 in another order, so results equal transformers' up to rounding (E1).
 
-transformers' function stands in the source file of the model's class and does not get the module. So it is replaced
-there by a function that calls the original, unless a module with the fast rule is running in the same thread.
+transformers' function is a global of the model's Python file and gets no `nn.Module`. `speed_up` replaces the global in
+memory. The new function calls the original, unless a module with the fast rule is running in the same thread.
 """
 
 from __future__ import annotations

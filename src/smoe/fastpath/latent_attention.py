@@ -2,7 +2,7 @@
 
 With multi-head latent attention (MLA, DeepSeek-V2, section 2.1) the KV cache has one latent vector c and one rotated
 key for each position, for all heads. transformers computes the keys W_k c and the values W_v c of all positions anew
-for every token, so the time of a token grows by 4 million multiplications a layer and position for DeepSeek-V2-Lite.
+for every token, so the time of a token grows by 2 million multiplications a layer and position for DeepSeek-V2-Lite.
 The same scores and outputs need only a product for each head:
 
     q . (W_k c) = (W_k^T q) . c        p . (W_v c) = W_v (p . c)
