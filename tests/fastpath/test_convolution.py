@@ -78,6 +78,16 @@ def test_where_torch_has_one_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert convolution.speed_up(nn.Sequential(layer()), Verdicts(), may_round=True) == 0
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_proof_holds_for_layers_with_or_without_bias(
+    bias: bool, no_convolution_in_bf16: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(convolution, "_agrees", lambda length, has_bias: asked.append(has_bias) or True)
+    assert convolution.speed_up(nn.Sequential(layer(bias=bias)), Verdicts(), may_round=False) == 1
+    assert asked == [bias]
+
+
 def test_other_bits_are_refused(no_convolution_in_bf16: None, monkeypatch: pytest.MonkeyPatch) -> None:
     once = convolution.convolved
     monkeypatch.setattr(convolution, "convolved", lambda *given, **more: once(*given, **more) * 1.01)

@@ -6,7 +6,7 @@ rows of a batch that are mixed up, prompts that are computed in another way, a c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -153,3 +153,43 @@ def test_a_wrong_kernel_is_refused(pool: SpinningPool, monkeypatch: pytest.Monke
     model = made("deepseek_v3")
     assert attention.speed_up_latent(model, pool, Verdicts()) == 0
     assert latent_attention.kernel_of(model.model.layers[0].self_attn) is None
+
+
+class Adapted(nn.Module):
+    """A layer that an adapter stands before."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) * 2
+
+
+def _stand_before(attention: nn.Module) -> None:
+    attention.kv_b_proj = Adapted(attention.kv_b_proj)
+
+
+def _merge(attention: nn.Module) -> None:
+    attention.kv_b_proj.weight.data *= 2
+
+
+def _hook(attention: nn.Module) -> None:
+    attention.kv_b_proj.register_forward_hook(lambda module, given, output: output * 2)
+
+
+@pytest.mark.parametrize("change", [_stand_before, _merge, _hook])
+def test_a_changed_weight_counts(change: Callable[[nn.Module], None], pool: SpinningPool) -> None:
+    """Would catch a prompt with an adapter, and tokens after it without."""
+    ours, theirs = adopted("deepseek_v3", pool), made("deepseek_v3")
+    for model in (ours, theirs):
+        for layer in model.model.layers:
+            change(layer.self_attn)
+    assert torch.equal(steps(ours), steps(theirs))
+
+
+def test_another_attention_function_gets_keys_and_values(pool: SpinningPool) -> None:
+    ours, theirs = adopted("deepseek_v3", pool), made("deepseek_v3")
+    for model in (ours, theirs):
+        model.set_attn_implementation("eager")
+    assert torch.equal(steps(ours), steps(theirs))

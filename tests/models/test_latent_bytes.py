@@ -4,6 +4,7 @@ and memory that is reserved for copies that no load makes."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,8 @@ def test_copies_are_in_the_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(spec_module, "is_supported", lambda: has_torchs_bits)
+    monkeypatch.setattr(spec_module, "may_have_gpu", lambda: False)
+    monkeypatch.setattr(spec_module, "widest", lambda: object())
     config = EngineConfig(kernels=kernels, reproducible=reproducible, dtype="bfloat16")
     spec = read_spec(toy("deepseek_v3"), config)
     weights = [each for name, each in spec.outline.weights.items() if name.endswith("kv_b_proj.weight")]
@@ -34,7 +37,10 @@ def test_copies_are_in_the_budget(
     expected = rounds * 2 * sum(each.numbers for each in weights)
     assert spec.latent_bytes(config) == expected
     torchs = EngineConfig(kernels="torch", dtype="bfloat16")
-    assert spec.demand(config).weights_bytes - spec.demand(torchs).weights_bytes == expected
+    assert spec.demand(config).fixed_bytes - spec.demand(torchs).fixed_bytes == expected
+    assert replace(config, device="cuda") and spec.latent_bytes(replace(config, device="cuda")) == 0
+    spec.config._attn_implementation = "eager"
+    assert spec.latent_bytes(config) == 0
 
 
 def test_other_attention_has_none(toy: Callable[..., Path]) -> None:

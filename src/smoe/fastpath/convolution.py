@@ -26,7 +26,7 @@ _SLOW = ("AVX2", "DEFAULT")
 """The capabilities of a CPU, as torch names them, for which torch's libraries have no convolution in bf16."""
 _PIECE_ELEMENTS = 1 << 21
 """The largest number of elements that are converted to float32 at a time."""
-_CHANNELS, _TOKENS = 64, 256
+_CHANNELS, _TOKENS = 1024, 256
 """The size of the convolution in the proof."""
 _VIEWS = (torch.Tensor.squeeze, torch.Tensor.unsqueeze, torch.squeeze, torch.unsqueeze)
 
@@ -76,8 +76,8 @@ def speed_up(model: nn.Module, verdicts: Verdicts, may_round: bool) -> int:
     for module in model.modules():
         if not isinstance(module, nn.Conv1d) or not _is_of_channels(module):
             continue
-        length = module.kernel_size[0]
-        if may_round or verdicts.of("convolution", (length,), partial(_agrees, length)):
+        shape = module.kernel_size[0], module.bias is not None
+        if may_round or verdicts.of("convolution", shape, partial(_agrees, *shape)):
             weight = module.weight.detach().as_subclass(ChannelWeight)
             weight._is_param = True  # type: ignore[attr-defined]
             module.weight = weight  # type: ignore[assignment]
@@ -90,11 +90,12 @@ def _is_of_channels(module: nn.Conv1d) -> bool:
     return is_alone and module.weight.dtype is torch.bfloat16 and module.padding_mode == "zeros"
 
 
-def _agrees(length: int) -> bool:
+def _agrees(length: int, has_bias: bool) -> bool:
     """Return whether a convolution with `length` values in float32 has the bits of torch's in bf16."""
     generator = torch.Generator().manual_seed(0)
     input = torch.randn(1, _CHANNELS, _TOKENS, generator=generator).bfloat16()
     weight = torch.randn(_CHANNELS, 1, length, generator=generator).bfloat16()
+    bias = torch.randn(_CHANNELS, generator=generator).bfloat16() if has_bias else None
     with torch.no_grad():
-        theirs = functional.conv1d(input, weight, groups=_CHANNELS)
-        return same_bits(convolved(input, weight), theirs)
+        theirs = functional.conv1d(input, weight, bias, groups=_CHANNELS)
+        return same_bits(convolved(input, weight, bias), theirs)

@@ -137,7 +137,7 @@ def _parts(
 
 def _projection(module: nn.Module, linears: Mapping[nn.Module, int]) -> Projection | None:
     bias = None if module._parameters.get("bias") is None else _address(module._parameters, "bias")
-    if isinstance(module, QuantisedLinear) and module.pool is not None:
+    if isinstance(module, QuantisedLinear) and module.pool is not None and module.is_in_order:
         return Projection(module.matrix, _address(module._buffers, "codes"), module.codes.nbytes, bias)
     if module in linears:
         weight = module.get_parameter("weight")

@@ -17,6 +17,7 @@ Results equal transformers' up to rounding (E1). A proof at load compares both w
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -42,6 +43,7 @@ _LEEWAY = 2.5
 """The largest allowed mean square error relative to transformers' way with bf16 weights. Here the result of attention
 is rounded to bf16 once more, before it is multiplied by W_v, which alone may double it (1.1 and 1.7 were measured).
 With quantized weights, transformers' way rounds the latent vectors to 8 bits, and the ratio is far below 1."""
+_SAMPLED_ROWS = 16
 Expand = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -66,8 +68,11 @@ class LatentQuery:
     def __init__(self, module: nn.Module, shape: LatentShape, pool: SpinningPool) -> None:
         self.shape = shape
         self._pool = pool
+        self._module = weakref.ref(module)
         self._library: Expand = module.expand_kv  # type: ignore[assignment]
         self._is_one_token = False
+        self._linear: nn.Linear | QuantisedLinear = module.kv_b_proj  # type: ignore[assignment]
+        self._sample = _sample_of(self._linear)
         of_heads = _weight(module.kv_b_proj).view(shape.heads, shape.nope + shape.value, shape.rank)  # type: ignore[arg-type]
         self._keys = of_heads[:, : shape.nope].transpose(1, 2).contiguous()
         """W_k^T of each head, [heads, rank, nope]."""
@@ -88,10 +93,20 @@ class LatentQuery:
         """Return keys and values for latent vectors [rows, 1, n, rank] and rotated keys [rows, 1, n, rope]. For one
         token they are not expanded: both results are the latent vectors with the rotated keys, [rows, 1, n, rank +
         rope]."""
-        if not self._is_one_token:
+        if not self._is_one_token or not self._is_as_copied:
             return self._library(latent, rotated)
         both = torch.cat((latent, rotated), -1)
         return both, both
+
+    @property
+    def _is_as_copied(self) -> bool:
+        """Whether the module calls the attention function of this kernel, and its `kv_b_proj` is the layer whose weight
+        was copied. Adapters replace the layer or change its weight."""
+        module, linear = self._module(), self._linear
+        if module is None or module.kv_b_proj is not linear or linear._forward_hooks or linear._forward_pre_hooks:
+            return False
+        is_sdpa = getattr(module.config, "_attn_implementation", None) == "sdpa"
+        return is_sdpa and torch.equal(_sample_of(linear), self._sample)
 
     def is_latent(self, keys: torch.Tensor) -> bool:
         """Return whether keys are latent vectors that `expand` has returned, or some rows of them."""
@@ -183,6 +198,12 @@ def _weight(linear: nn.Linear | QuantisedLinear) -> torch.Tensor:
     if isinstance(linear, QuantisedLinear):
         return torch.cat([linear.numbers(begin, end) for begin, end in linear.pieces()]).bfloat16()
     return linear.weight.detach().bfloat16()
+
+
+def _sample_of(linear: nn.Linear | QuantisedLinear) -> torch.Tensor:
+    """Return a few elements of a layer's weight or codes, by which a change is noticed."""
+    weight = linear.codes if isinstance(linear, QuantisedLinear) else linear.weight.detach()
+    return weight[:: max(1, len(weight) // _SAMPLED_ROWS), 0].clone()
 
 
 def _is_accurate(kernel: LatentQuery, library: Attention, module: nn.Module) -> bool:

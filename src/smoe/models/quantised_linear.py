@@ -86,7 +86,6 @@ class QuantisedLinear(QuantisedWeight):
     ) -> None:
         """`columns`: the column of the codes that belongs to each input; None: the codes are in the inputs' order."""
         super().__init__(form, codes, dtype)
-        self._columns = columns
         self._inputs = None if columns is None else columns.argsort()
         """The input that belongs to each column of the codes."""
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
@@ -99,13 +98,16 @@ class QuantisedLinear(QuantisedWeight):
         """Return [..., out_features] for an input [..., in_features]."""
         if self.shared is not None:
             return self.shared.output(self, input)
-        return self.alone(input if self._inputs is None else input[..., self._inputs])
+        if self._inputs is None:
+            return self.alone(input)
+        self._inputs = self._inputs.to(input.device)
+        return self.alone(input[..., self._inputs])
 
     @property
     def weight(self) -> torch.Tensor:
         """The whole matrix, dequantized again at each access, for comparisons."""
         whole = self.numbers(0, self.shape[0])
-        return whole if self._columns is None else whole[:, self._columns]
+        return whole if self._inputs is None else whole[:, self._inputs.argsort().to(whole.device)]
 
     def alone(self, input: torch.Tensor) -> torch.Tensor:
         """Return [..., out_features] for an input [..., in_features], computing only this layer."""
@@ -125,7 +127,7 @@ class QuantisedLinear(QuantisedWeight):
     @property
     def is_in_order(self) -> bool:
         """Whether the columns of the codes are in the order of the inputs."""
-        return self._columns is None
+        return self._inputs is None
 
     def takes(self, input: torch.Tensor) -> bool:
         """Return whether our kernel multiplies the rows of `input` in 8 bits."""

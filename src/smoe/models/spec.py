@@ -7,6 +7,7 @@ weights.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,7 +16,9 @@ from smoe.bounds import MOST_CORRECTED_LAYERS
 from smoe.config import EngineConfig
 from smoe.errors import CheckpointError
 from smoe.expert import EXACT, LOW
+from smoe.kernels.isa import widest
 from smoe.kernels.spinning_pool import is_supported
+from smoe.machine.device import may_have_gpu
 from smoe.memory.dtypes import BF16, BY_NAME, Dtype
 from smoe.memory.quantised_store import blocks_bytes
 from smoe.memory.safetensors_index import StoredTensor
@@ -221,8 +224,9 @@ class ModelSpec:
         )
         images = self._images_workspace(config)
         return Demand(
-            weights_bytes=self.weights_bytes - self.image_encoder_bytes + self.latent_bytes(config),
+            weights_bytes=self.weights_bytes - self.image_encoder_bytes,
             image_encoder_bytes=self.image_encoder_bytes,
+            latent_bytes=self.latent_bytes(config),
             image_step_bytes=images.encoder,
             embedding_bytes=0 if self.embedding is None else blocks_bytes(self.dense[self.embedding]),
             workspace_bytes=workspace.fixed + self.unpacked_bytes + config.image_tokens * images.token,
@@ -244,7 +248,9 @@ class ModelSpec:
         attend to a latent KV cache (`fastpath/latent_attention.py`); 0 if transformers' method is used."""
         may_round = config.kernels == "own-order" or (config.kernels == "auto" and not config.reproducible)
         has_torchs_bits = self.stored_bytes is None and config.kernels == "auto" and is_supported()
-        if self.dtype is not BF16 or not may_round or has_torchs_bits:
+        is_eager = getattr(self.config.get_text_config(), "_attn_implementation", "sdpa") == "eager"
+        has_kernels = self.dtype is BF16 and widest() is not None and _is_on_cpu(config)
+        if not may_round or has_torchs_bits or is_eager or not has_kernels:
             return 0
         expanding = (each for name, each in self.outline.weights.items() if name.endswith("kv_b_proj.weight"))
         return self.dtype.itemsize * sum(each.numbers for each in expanding)
@@ -254,6 +260,14 @@ class ModelSpec:
         if not self.outline.of_images:
             return ImageWorkspace(0, 0)
         return image_workspace_of(self.config, config.image_tokens, self.dtype.itemsize)
+
+
+def _is_on_cpu(config: EngineConfig) -> bool:
+    """Return whether the CPU computes the model, as far as this is known without importing torch."""
+    if config.device != "auto" or not may_have_gpu():
+        return config.device == "auto" or config.device.startswith("cpu")
+    torch = sys.modules.get("torch")
+    return torch is not None and not torch.cuda.is_available()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -133,6 +133,8 @@ class Demand:
     """The largest number of positions of one text; 0: unknown."""
     image_encoder_bytes: int = 0
     """Bytes of the weights of the image encoder; 0 without images."""
+    latent_bytes: int = 0
+    """Bytes of copies of weights with which single tokens attend to a latent KV cache."""
     image_step_bytes: int = 0
     """Bytes of activations of the image encoder for the largest image. They are in use between steps only."""
 
@@ -196,6 +198,7 @@ class Demand:
         }
         others = {
             "image encoder": self.image_encoder_bytes,
+            "latent attention": self.latent_bytes,
             "predictor": self.predictor_bytes,
             "learned": self.learned_bytes,
             "draft model": self.draft_bytes,

@@ -302,7 +302,7 @@ class Engine:
             return int(torch.cuda.max_memory_allocated(self._arena.device))
         demand = self.ledger.demand
         of_predictors = demand.predictor_bytes + demand.learned_bytes + demand.draft_bytes
-        fixed = self._dense_bytes + demand.workspace_bytes + of_predictors
+        fixed = self._dense_bytes + demand.latent_bytes + demand.workspace_bytes + of_predictors
         if self._reserve.is_lent:
             return fixed + self._reserve.peak_bytes
         return fixed + self._arena.nbytes + demand.step_bytes(demand.step_tokens) + self._reserve.caches.peak_bytes
