@@ -95,7 +95,7 @@ test-real: env
 
 # What hangs on the CPU: the kernels, and that whole models are exact with what of them is adopted.
 LIMITED := tests/kernels tests/fastpath/test_linear.py tests/fastpath/test_attention.py tests/fastpath/test_norm.py \
-           tests/compute/test_decode_experts.py
+           tests/fastpath/test_latent_attention.py tests/fastpath/test_convolution.py tests/compute/test_decode_experts.py
 # Quantised weights, and bf16 in our own order, have kernels for AVX2, too.
 OTHERS  := tests/compute/test_quantised_math.py tests/models/test_quantised_linear.py tests/load/test_choose_kernel.py
 EXACT   := tests/runtime/test_exactness.py tests/cli/test_verify.py
