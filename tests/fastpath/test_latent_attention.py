@@ -24,13 +24,15 @@ from transformers import (
     PreTrainedModel,
 )
 
-from smoe.fastpath import attention, latent_attention
+from smoe.bounds import INT8
+from smoe.fastpath import attention, latent_attention, linear
 from smoe.fastpath.rows_of_pass import RowsOfPass
 from smoe.kernels.isa import widest
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.kernels.verdicts import Verdicts
+from smoe.models.quantised_linear import QuantisedLinear
 from tests import promised
-from tests.fastpath.layers import IDS, model_of
+from tests.fastpath.layers import IDS, model_of, quantise
 
 LATENT = {
     "kv_lora_rank": 128,
@@ -100,6 +102,22 @@ def test_a_token_is_as_near_to_float64_as_transformers_own(family: str, pool: Sp
     assert not torch.equal(ours[:, PROMPT:], theirs[:, PROMPT:]), "the way was not taken"
     assert error(ours, exact) <= 1.6 * error(theirs, exact)
     assert torch.equal(ours[:, :PROMPT], theirs[:, :PROMPT]), "a prompt is computed as before"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_quantized_layers(family: str, pool: SpinningPool) -> None:
+    """As from a file in 8 bits, with activations in 8 bits. Would catch codes that are read as if they were weights."""
+    plain, ours, theirs = made(family), made(family), made(family)
+    for model in (ours, theirs):
+        quantise(model)
+        linear.multiply_codes(model, pool, INT8)
+    for name, module in ours.named_modules():
+        if isinstance(module, QuantisedLinear):
+            plain.get_submodule(name).weight.copy_(module.weight)
+    assert isinstance(ours.model.layers[0].self_attn.kv_b_proj, QuantisedLinear)
+    assert attention.speed_up_latent(ours, pool, Verdicts()) == ours.config.num_hidden_layers
+    exact = steps(plain.double())
+    assert error(steps(ours), exact) <= 1.2 * error(steps(theirs), exact)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
