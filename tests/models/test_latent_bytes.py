@@ -27,7 +27,6 @@ def test_copies_are_in_the_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(spec_module, "is_supported", lambda: has_torchs_bits)
-    monkeypatch.setattr(spec_module, "may_have_gpu", lambda: False)
     monkeypatch.setattr(spec_module, "widest", lambda: object())
     config = EngineConfig(kernels=kernels, reproducible=reproducible, dtype="bfloat16")
     spec = read_spec(toy("deepseek_v3"), config)

@@ -18,7 +18,6 @@ from smoe.errors import CheckpointError
 from smoe.expert import EXACT, LOW
 from smoe.kernels.isa import widest
 from smoe.kernels.spinning_pool import is_supported
-from smoe.machine.device import may_have_gpu
 from smoe.memory.dtypes import BF16, BY_NAME, Dtype
 from smoe.memory.quantised_store import blocks_bytes
 from smoe.memory.safetensors_index import StoredTensor
@@ -263,11 +262,11 @@ class ModelSpec:
 
 
 def _is_on_cpu(config: EngineConfig) -> bool:
-    """Return whether the CPU computes the model, as far as this is known without importing torch."""
-    if config.device != "auto" or not may_have_gpu():
-        return config.device == "auto" or config.device.startswith("cpu")
+    """Return whether the CPU computes the model. Where torch is not imported, nothing has asked for a GPU."""
     torch = sys.modules.get("torch")
-    return torch is not None and not torch.cuda.is_available()
+    if config.device != "auto" or torch is None:
+        return config.device == "auto" or config.device.startswith("cpu")
+    return not torch.cuda.is_available()
 
 
 @dataclass(frozen=True, kw_only=True)
