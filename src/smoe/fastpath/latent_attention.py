@@ -1,7 +1,7 @@
 """Computes the attention of single tokens on a cache of latent vectors, without expanding them to keys and values.
 
 With multi-head latent attention (MLA, DeepSeek-V2, section 2.1) the KV cache has one latent vector c and one rotated
-key for each position, for all heads. transformers computes the keys W_k c and the values W_v c of all positions anew
+key for each position, for all heads. transformers computes the keys W_k c and the values W_v c of all positions
 for every token, so the time of a token grows by 2 million multiplications a layer and position for DeepSeek-V2-Lite.
 The same scores and outputs need only a product for each head:
 
@@ -44,6 +44,7 @@ _LEEWAY = 2.5
 is rounded to bf16 once more, before it is multiplied by W_v, which alone may double it (1.1 and 1.7 were measured).
 With quantized weights, transformers' way rounds the latent vectors to 8 bits, and the ratio is far below 1."""
 _SAMPLED_ROWS = 16
+"""The number of rows of a weight that are compared with the copy for each token."""
 Expand = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -128,8 +129,7 @@ class LatentQuery:
     def serves(self, query: torch.Tensor, keys: torch.Tensor) -> bool:
         """Return whether the kernel can compute attention for a query [1, heads, 1, nope + rope] and latent vectors [1,
         1, n, rank + rope]."""
-        sizes = query.shape[0], query.shape[1], query.shape[2], query.shape[3]
-        is_known = sizes == (1, self.shape.heads, 1, self.shape.nope + self.shape.rope)
+        is_known = query.shape == (1, self.shape.heads, 1, self.shape.nope + self.shape.rope)
         return is_known and query.dtype is torch.bfloat16 and fits_attention(self._room(), keys, keys)
 
     def __call__(self, query: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
