@@ -14,7 +14,7 @@ from smoe.memory.emulation import DeviceProfile, read_profile
 from smoe.policy.budget import Demand, Ledger, SlotClass
 from smoe.policy.residency import PoolSize
 from smoe.presets import configure
-from smoe.report.on_clock import COMPARED_STEPS, MOST_LAYERS, Scene, Work, prompt_seconds, settled, simulate, times_for
+from smoe.report.on_clock import MOST_LAYERS, Scene, Work, prompt_seconds, settled, simulate, times_for
 from smoe.report.pace import ALONE, Pace, crowded
 from smoe.simulator.synthetic import LEAST_REPETITIVE, MOST_REPETITIVE, TYPICAL
 
@@ -62,7 +62,7 @@ def test_with_all_experts_resident_only_computing_takes_time() -> None:
 def test_fewer_steps_are_divided_by_their_number(predictor: str) -> None:
     """Would catch seconds of some steps that are divided by the number of all."""
     of_some, of_all = (
-        simulate(replace(scene(60, most_steps=steps), predictor=predictor), TYPICAL) for steps in (COMPARED_STEPS, None)
+        simulate(replace(scene(60, is_compared=fewer), predictor=predictor), TYPICAL) for fewer in (True, False)
     )
     assert of_some.seconds_per_token == pytest.approx(of_all.seconds_per_token, rel=0.2)
     assert sum(of_some.parts.values()) == pytest.approx(of_some.seconds_per_token)
@@ -88,7 +88,7 @@ def test_what_is_read_slows_the_layers_that_count() -> None:
 @pytest.mark.parametrize("slots", [TOP_K, 60, 4 * EXPERTS])
 @pytest.mark.parametrize("tokens", [256, 512])
 def test_a_long_prompt_takes_what_its_simulation_takes(slots: int, tokens: int) -> None:
-    long = scene(slots, prompt_tokens=tokens, most_steps=1)
+    long = scene(slots, prompt_tokens=tokens, is_compared=True)
     assert prompt_seconds(long, tokens) == pytest.approx(simulate(long, TYPICAL).ttft_seconds, rel=0.1)
 
 

@@ -48,7 +48,9 @@ from those of all steps by 1 % in the mean, and 7 % at most."""
 _LOOK_STEPS = 8
 """The number of last warm-up steps in which the simulation measures how much of the time experts are read. Reads slow
 down concurrent computing."""
-MOST_LAYERS = 12
+MOST_LAYERS, COMPARED_LAYERS = 12, 6
+"""The largest number of simulated layers: of a forecast, and of simulations that compare budgets and presets. Speeds of
+6 layers differ from those of 12 by 2 % in the mean, and 6 % at most (docs/log/forecasts.md)."""
 _DECIDING_SECONDS = 1e-4
 """Seconds of smoe's Python code in each layer, during which a device waits (docs/log/forecasts.md). On a CPU
 `layer_seconds` includes them."""
@@ -237,8 +239,18 @@ class Scene:
     pace: Pace = UNKNOWN
     """The times that earlier runs of this model have measured."""
     prompt_tokens: int = PROMPT_TOKENS
-    most_steps: int | None = None
-    """The maximum number of counted decode steps; None: the usual number."""
+    is_compared: bool = False
+    """Whether the simulation only compares budgets or presets, so that fewer layers and steps are sufficient."""
+
+    @property
+    def layers(self) -> int:
+        """The number of simulated layers."""
+        return min(self.work.layers, COMPARED_LAYERS if self.is_compared else MOST_LAYERS)
+
+    @property
+    def steps(self) -> int:
+        """The number of counted decode steps."""
+        return COMPARED_STEPS if self.is_compared else _STEPS
 
 
 def settled(scene: Scene) -> tuple[Scene, Simulated]:
@@ -276,7 +288,7 @@ class _Begun(NamedTuple):
 def _begin(scene: Scene, habits: Habits) -> _Begun:
     work, config = scene.work, scene.config
     times = times_for(scene.machine, work, config.host_memory_bytes, scene.faster_reads, scene.pace)
-    layers = min(work.layers, MOST_LAYERS)
+    layers = scene.layers
     if scene.pace.skew is not None:
         habits = replace(habits, skew=scene.pace.skew * habits.skew)
     drawn = Drawn(DrawnShape(work.experts, work.top_k, layers, _WARM_UP + _STEPS, scene.prompt_tokens), habits)
@@ -289,7 +301,7 @@ def _begin(scene: Scene, habits: Habits) -> _Begun:
 
 def _finish(scene: Scene, begun: _Begun) -> Simulated:
     """Return the simulated times of a run that has begun. The run is not changed, so others can start from it too."""
-    work, layers, steps = scene.work, begun.drawn.shape.layers, min(_STEPS, scene.most_steps or _STEPS)
+    work, layers, steps = scene.work, begun.drawn.shape.layers, scene.steps
     scale, prefill_seconds = work.layers / layers, begun.clock.result.prefill_seconds
     if begun.is_all_resident:
         times, uses, loads, alone, weighed = begun.times, steps * layers * work.top_k, 0, 0, 0.0

@@ -25,7 +25,6 @@ from smoe.policy.budget import Ledger, allocate
 from smoe.policy.registry import eviction_kind
 from smoe.presets import PRESETS
 from smoe.report.on_clock import (
-    COMPARED_STEPS,
     PROMPT_TOKENS,
     Scene,
     Simulated,
@@ -179,16 +178,16 @@ class Subject:
     unlearned: tuple[str, ...] = ()
     """Messages about values that the settings need and that have not been learned for the model."""
 
-    def case(self, ledger: Ledger, most_steps: int | None = None) -> tuple[Case, Scene]:
+    def case(self, ledger: Ledger, is_compared: bool = False) -> tuple[Case, Scene]:
         """Return the forecast for these settings with the memory budget `ledger`, and the scene that was simulated.
-        `most_steps` limits the counted steps, as in `Scene`."""
+        `is_compared` as in `Scene`."""
         known, missing = self._known(ledger)
         missing = [*self._packs(), *self.unlearned, *missing]
         work = work_of(self.spec, self.dense_bytes)
         predictor = self.predictor_of(self.spec, known.config)
         pace = self.pace_of(self.spec.precision)
         unsettled = Scene(
-            work, self.machine, ledger, known.config, predictor, known.prices, pace=pace, most_steps=most_steps
+            work, self.machine, ledger, known.config, predictor, known.prices, pace=pace, is_compared=is_compared
         )
         scene, run = settled(unsettled)
         config = self.config
@@ -260,12 +259,12 @@ def outlook_of(
     """Return the forecast with all its alternatives, whose simulations take some seconds. `budgets`: the budgets to
     compare, including `ledger`. `is_here`: whether the machine is this one, so that runs can improve the forecast."""
     asked, scene = subject.case(ledger)
-    compared, known = replace(scene, most_steps=COMPARED_STEPS), {ledger.pools: asked}
+    compared, known = replace(scene, is_compared=True), {ledger.pools: asked}
 
     def case(budget: Ledger) -> Case:
         """Return the forecast for a memory budget. Budgets that hold the same experts share a simulation."""
         if budget.pools not in known:
-            known[budget.pools] = subject.case(budget, COMPARED_STEPS)[0]
+            known[budget.pools] = subject.case(budget, is_compared=True)[0]
         return replace(known[budget.pools], budget_bytes=budget.budget_bytes, resident_share=budget.resident_share)
 
     spread = UNTAUGHT_SPEEDS if is_here and not asked.is_taught else (1.0, 1.0)
@@ -298,7 +297,7 @@ def _others(subject: Subject, ledger: Ledger, asked: Case) -> Iterator[Case]:
             divided = allocate(ledger.budget_bytes, spec.demand(config))
         except (BudgetError, ConfigError, UnsupportedModelError):
             continue
-        yield replace(subject, spec=spec, config=config, unlearned=()).case(divided, COMPARED_STEPS)[0]
+        yield replace(subject, spec=spec, config=config, unlearned=()).case(divided, is_compared=True)[0]
 
 
 def _settings(subject: Subject, ledger: Ledger, asked: Case) -> dict[str, str]:
