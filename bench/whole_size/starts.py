@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=32, help="tokens to write")
     parser.add_argument("--isa", choices=("native", "avx2"), default="native")
     parser.add_argument("--timeout", type=float, default=600.0)
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the server")
     given = parser.parse_args()
     found: list[dict[str, Any]] = []
     for number in range(given.rounds):
@@ -78,6 +79,7 @@ def one_start(given: argparse.Namespace) -> dict[str, Any]:
     port, limit = free_port(), parse_bytes(given.limit, "--limit")
     words = [sys.executable, "-m", "smoe", "serve", str(given.model), "--process-memory", given.limit]
     words += ["--name", "any", "--port", str(port), "--max-sequences", "1", "--context", "1024"]
+    words += [word for setting in given.set for word in ("--set", setting)]
     with MemoryCgroup(find_parent(), limit) as group:
         started = time.perf_counter()
         shell = ["sh", "-c", JOIN_AND_RUN, str(group.procs), *words]
@@ -160,8 +162,8 @@ def conditions(given: argparse.Namespace) -> dict[str, Any]:
     text = Path("/proc/cpuinfo").read_text()
     names = [row.partition(":")[2].strip() for row in text.splitlines() if row.startswith("model name")]
     flags = next((row.partition(":")[2].split() for row in text.splitlines() if row.startswith("flags")), [])
-    told = {"model": given.model.name, "limit": given.limit, "isa": given.isa, "new": given.new, "prompt": PROMPT}
-    return told | {"cpu": names[:1], "cores": len(names), "flags": [f for f in flags if f.startswith(("avx", "amx"))]}
+    asked = {name: getattr(given, name) for name in ("limit", "isa", "new", "set")}
+    return {"model": given.model.name, "prompt": PROMPT} | asked | {"cpu": names[:1], "cores": len(names), "flags": [f for f in flags if f.startswith(("avx", "amx"))]}
 
 
 if __name__ == "__main__":

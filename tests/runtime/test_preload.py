@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from smoe import from_pretrained
+from smoe.expert import EXACT
+from smoe.generation.loop import DecodeLoop
+from smoe.generation.request import Request
+from smoe.generation.sampling_settings import Sampling
 from smoe.machine.processor import reading_threads
 from smoe.memory.expert_files import DiskReader
 from smoe.memory.movers import Filler
+from smoe.server.first_pass import first_pass
 from tests import oracle
+from tests.generation.test_loop import NoText
 
 Open = Callable[..., PreTrainedModel]
 
@@ -112,3 +120,66 @@ def test_a_prompt_reads_its_experts_before_all_others(
     wait_for_all(model)
     assert len(engine.executor.table.ready) == engine.ledger.demand.total_experts
     engine.executor.table.check()
+
+
+def test_free_slots_are_filled_while_no_text_is_computed(toy: Callable[..., Path], open_model: Open) -> None:
+    """The given experts come first, then some of each layer; a pass ends it, and `fill` continues. The text stays that
+    of the model."""
+    folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    model = open_model(folder, "half", preload=None)
+    engine = model.offload
+    table, first = engine.executor.table, engine.store.keys()[-1]
+    engine.fill_when_idle([first, first, (99, 99)])
+    assert (*first, EXACT) in table.inflight or (*first, EXACT) in table.ready
+    wait_for_all(model)
+    assert len(table.ready) == engine.ledger.cache_slots < engine.ledger.demand.total_experts
+    of_layers = Counter(layer for layer, _, _ in table.ready)
+    assert max(of_layers.values()) - min(of_layers.values()) <= 2
+    oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+    assert not engine.executor.arrivals.tickets, "nothing is read for later while a text is computed"
+    table.check()
+
+
+def test_a_loop_that_is_idle_fills_what_became_free(toy: Callable[..., Path], open_model: Open) -> None:
+    model = open_model(toy("qwen3_moe"), "half", preload=None)
+    engine = model.offload
+    engine.fill_when_idle([])
+    wait_for_all(model)
+    engine.executor.reset(engine.fresh_eviction())
+    loop = DecodeLoop(model, NoText())
+    loop.hand_in(Request(range(3), Sampling(max_new_tokens=2, ignores_end=True), lambda what: None))
+    loop.run(until_idle=True)
+    wait_for_all(model)
+    assert len(engine.executor.table.ready) == engine.ledger.cache_slots
+
+
+@pytest.mark.parametrize(
+    ("budget", "settings"),
+    [
+        ("half", {"preload": False}),
+        ("half", {"preload": None, "alpha": 0.5, "reproducible": True}),
+        ("full", {"preload": None}),
+    ],
+)
+def test_what_must_not_be_filled_is_not(
+    budget: str, settings: dict[str, Any], toy: Callable[..., Path], open_model: Open
+) -> None:
+    """A text that depends on residents must be the same in every run; and where all experts fit, they are loaded
+    anyway."""
+    model = open_model(toy("qwen3_moe"), budget, **settings)
+    engine = model.offload
+    wait_for_all(model)
+    engine.executor.reset(engine.fresh_eviction())
+    engine.fill_when_idle(engine.store.keys())
+    engine.fill()
+    assert not engine.executor.arrivals.tickets and not engine.executor.table.ready
+
+
+def test_a_first_pass_without_reads_leaves_nothing_filled(toy: Callable[..., Path], open_model: Open) -> None:
+    """Its experts are zero: an expert that counted as loaded then would be zero for every text."""
+    folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    model = open_model(folder, "half", preload=None)
+    model.offload.fill_when_idle([])
+    first_pass(model, NoText())
+    assert not model.offload.executor.table.ready and not model.offload.executor.arrivals.tickets
+    oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))

@@ -70,6 +70,8 @@ def command(
     from smoe.cli.session import loaded_with_tokenizer
     from smoe.conversation.template_file import read_template
     from smoe.generation.chat import Chat
+    from smoe.load.last_residents import filling_when_idle
+    from smoe.models.files import fetch
 
     if stdin() is None:
         raise ConfigError(
@@ -77,7 +79,10 @@ def command(
         )
     _sampling(sampling, None)  # bad values are refused before the model is loaded
     template = None if chat_template is None else read_template(chat_template)
-    with loaded_with_tokenizer(model, settings, engine.revision, template, describes=False) as (ready, tokenizer):
+    with (
+        loaded_with_tokenizer(model, settings, engine.revision, template, describes=False) as (ready, tokenizer),
+        filling_when_idle(fetch(model, engine.revision), ready.offload),  # type: ignore[arg-type]
+    ):
         chosen = _sampling(sampling, ready)
         chat = Chat(ready, tokenizer, chosen, parses_control_tokens=parse_control_tokens)
         if model == "demo":

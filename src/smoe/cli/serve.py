@@ -301,6 +301,7 @@ def _serve(
     settings = _with_libraries(model, in_container(engine.config(SERVED_SEQUENCES)), note)
     from smoe.cli.prompt_bar import PromptBar
     from smoe.cli.session import loaded_with_tokenizer
+    from smoe.load.last_residents import filling_when_idle
     from smoe.models.files import fetch
 
     with doing("importing the libraries of the server"):
@@ -329,7 +330,7 @@ def _serve(
         with doing("computing a first token, which compiles kernels"):
             first_pass(ready, serving.tokenizer)
         listener = Server(serving, print_note, warned)
-        with answered_by(listener.handle_exit):
+        with filling_when_idle(place, serving.engine), answered_by(listener.handle_exit):
             serving.start()
             try:
                 opened(bound_socket, config)  # before the address is printed: an early client waits a moment

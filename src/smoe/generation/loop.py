@@ -172,6 +172,7 @@ class DecodeLoop:
                         self.step()
                         if after_step is not None:
                             after_step()
+                    self._engine.fill()
                 finally:
                     self._note_series(False)  # what is read while the loop is idle does not count
                     self.busy_seconds += self._engine.now() - began

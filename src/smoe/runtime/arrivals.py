@@ -6,7 +6,8 @@ table, the eviction policy and the transfers, and always all three, so that they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import zip_longest
 
 from smoe.compute.expert_math import ExpertMath, Weights
 from smoe.expert import EXACT, ExpertKey
@@ -114,18 +115,26 @@ class Arrivals:
         self._progress.prefetch(loads)
 
     def preload(self) -> None:
-        """Queue loads of missing experts into all free cache slots, in order of layer and expert. Demand loads are
-        executed before these loads."""
+        """Queue loads of missing experts into all free cache slots, also after each prompt. With slots for all experts
+        the order is that of the layers, in which a prompt uses them."""
         self._preloads = True
-        keys, here = self.stores[EXACT].keys(), self.table.ready.keys() | self.table.inflight.keys()
-        missing = [key for key in ((*at, EXACT) for at in keys) if key not in here]
+        keys, slots = self.stores[EXACT].keys(), sum(pool.cache_slots for pool in self.table.pools)
+        self.fill(keys if slots >= len(keys) else across_layers(keys))
+
+    def fill(self, experts: Sequence[tuple[int, int]]) -> None:
+        """Queue loads of those of the experts (layer, expert) that are missing, in their order, into free cache slots.
+        Demand loads are executed before these loads."""
+        if not any(pool.free_cache for pool in self.table.pools):
+            return
+        here = self.table.ready.keys() | self.table.inflight.keys()
+        missing = [key for key in ((*at, EXACT) for at in experts) if key not in here]
         free = {pool: iter(list(pool.free_cache)) for pool in self.table.pools}
         slots = ((key, next(free[self.table.pool_of(key)], None)) for key in missing)
         self._progress.prefetch(
             [Load(key, slot, None, True, LoadReason.PREFETCH, 0) for key, slot in slots if slot is not None]
         )
 
-    def pause_preload(self) -> None:
+    def pause_fill(self) -> None:
         """Cancel queued loads that no step waits for. A prompt needs many experts at once; other loads would take disk
         time from them, and hide from the planning of reads that these experts can be read ahead."""
         for key, ticket in list(self.tickets.items()):
@@ -271,3 +280,13 @@ class Arrivals:
         """Record that an expert task is done, as number `computed` (from 1) of its plan. If the expert's slot was a
         staging slot, the slot is freed or becomes a cache slot. Loads that waited for the slot start."""
         self._progress.served(serve, computed)
+
+
+def across_layers(experts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return experts (layer, expert) in an order in which every part of the list has as many experts of each layer, as
+    far as possible. The experts of one layer stay in their order."""
+    of_layers: dict[int, list[tuple[int, int]]] = {}
+    for each in experts:
+        of_layers.setdefault(each[0], []).append(each)
+    rows = zip_longest(*(of_layers[layer] for layer in sorted(of_layers)))
+    return [each for row in rows for each in row if each is not None]

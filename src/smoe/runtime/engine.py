@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 
 from smoe.config import SETTINGS, EngineConfig
 from smoe.errors import ConfigError
+from smoe.expert import EXACT
 from smoe.memory.arena import GIVES_BACK, Arena
 from smoe.memory.pacing import Pacing
 from smoe.memory.reading_threads import Transfers
@@ -31,6 +32,7 @@ from smoe.policy.budget import Ledger
 from smoe.policy.eviction.base import Eviction, EvictionSettings
 from smoe.policy.registry import make_eviction_for
 from smoe.routing import Routing
+from smoe.runtime.arrivals import across_layers
 from smoe.runtime.lifetime import Held
 from smoe.runtime.observer import RoutingList, StepObserver
 from smoe.runtime.passes import Passes
@@ -94,6 +96,8 @@ class Engine:
         self._process = os.getpid()
         self._is_closed = False
         self._dense_bytes = dense_bytes
+        self._filling: list[tuple[int, int]] = []
+        """(layer, expert) in the order in which free slots are filled while no text is computed."""
         self._held = Held(self, transfers, arena, self.executor.helpers)
 
     # -- for users ----------------------------------------------------------------------------------------------------
@@ -188,6 +192,33 @@ class Engine:
                     self.executor.recover()
         finally:
             self.executor.reset(self.fresh_eviction())
+
+    def residents(self) -> list[tuple[int, int]]:
+        """Return (layer, expert) of all experts in cache slots, in an order in which every part of the list has experts
+        of all layers. The caller has the turn, or no other thread uses the engine."""
+        return across_layers(sorted(key[:2] for key in self.executor.table.cached() if key[2] == EXACT))
+
+    def fill_when_idle(self, first: Sequence[tuple[int, int]]) -> None:
+        """Load experts into free slots in the background, from now on until a prompt comes, and again whenever `fill`
+        is called: first the experts `first`, as (layer, expert), then the others.
+
+        Has no effect on a GPU and on a cluster, with a value for `preload`, if the slots hold all experts, which are
+        loaded anyway, and if a text must be reproducible although it depends on which experts are resident.
+        """
+        config, depends = self.config, bool(self.config.lossy) and self.config.reproducible
+        if not self.is_on_this_cpu or config.preload is not None or depends or self.executor.arrivals.preloads:
+            return
+        known = set(keys := self.store.keys())
+        self._filling = [*dict.fromkeys(each for each in first if each in known), *across_layers(keys)]
+        with self.passes.turn():
+            self.fill()
+
+    def fill(self) -> None:
+        """Queue loads into free slots if `fill_when_idle` was called. The caller has the turn, and no text is
+        computed."""
+        if self._filling:
+            self.executor.arrivals.collect()
+            self.executor.arrivals.fill(self._filling)
 
     def wait_ready(self) -> None:
         """Wait until the experts that are loaded before their first use have arrived, and until the operating system

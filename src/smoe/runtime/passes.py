@@ -161,7 +161,7 @@ class Passes:
             self._reserve.begin(tokens * rows, encodes_image)
             self._note_silent(tokens, padding, cache)
             if self._phase is Phase.PREFILL:
-                self.executor.arrivals.pause_preload()
+                self.executor.arrivals.pause_fill()
             self.executor.begin_pass(given if given.dim() == 2 else None, cache)
             started = self.executor.now()
             try:
