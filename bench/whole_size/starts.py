@@ -163,7 +163,8 @@ def conditions(given: argparse.Namespace) -> dict[str, Any]:
     names = [row.partition(":")[2].strip() for row in text.splitlines() if row.startswith("model name")]
     flags = next((row.partition(":")[2].split() for row in text.splitlines() if row.startswith("flags")), [])
     asked = {name: getattr(given, name) for name in ("limit", "isa", "new", "set")}
-    return {"model": given.model.name, "prompt": PROMPT} | asked | {"cpu": names[:1], "cores": len(names), "flags": [f for f in flags if f.startswith(("avx", "amx"))]}
+    machine = {"cpu": names[:1], "cores": len(names), "flags": [f for f in flags if f.startswith(("avx", "amx"))]}
+    return {"model": given.model.name, "prompt": PROMPT} | asked | machine
 
 
 if __name__ == "__main__":

@@ -442,8 +442,9 @@ class EngineConfig(PolicySettings):
         "auto",
         OneOf(*KERNELS),
         "Code that computes matrix products and attention for few tokens: {allowed}. native: smoe's kernels, with "
-        "the same bits as torch. own-order: smoe's kernels, equal up to rounding, faster if the model is in RAM. auto: "
-        "the fastest with torch's bits where this is possible.",
+        "the same bits as torch, and torch where they lack them. own-order: smoe's kernels, equal up to rounding, "
+        "faster if the model is in RAM. auto: the fastest with torch's bits where smoe's kernels have them, otherwise "
+        "the fastest.",
         option="--kernels",
     )
     """The kernels for matrix products with few rows and for attention of one token, on a CPU in bf16.

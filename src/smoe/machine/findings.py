@@ -91,7 +91,7 @@ def _kernel() -> Finding | None:
     if torch.cuda.is_available():
         return None
     if is_supported():
-        return Finding("good", "bf16 experts are multiplied by smoe's own kernel (AVX-512 BF16)")
+        return Finding("good", "bf16 experts are multiplied by smoe's own kernels (AVX-512 BF16)")
     if max_cpu_isa() != "all":
         return Finding("good", f"smoe's own CPU kernels are limited by SMOE_MAX_CPU_ISA={max_cpu_isa()}: {_without()}")
     if not is_available():

@@ -9,7 +9,8 @@ number of threads. Every part is compared during the pass, on its actual input, 
 * every other *part* (attention, norms, projections, router, shared experts, embedding, output head): the library's
   own modules with the same weights (`models/twin.py`), on all threads; attention with a cache of the library that has
   seen the same passes;
-* the *block* around the experts, with the library's own result for the experts;
+* the *block* around the experts, with the library's own result for the experts, and with the router's result in this
+  pass if that differed by rounding;
 * the KV cache's sizes, from which masks are made.
 
 The rest connects these parts and is the library's own code: equal parts make an equal model. The used experts of one
@@ -20,7 +21,7 @@ compared.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -220,6 +221,12 @@ class _Comparing(StepObserver):
         self._unrepeatable: set[str] = set()
         self._last: dict[int, tuple[tuple[torch.Tensor, ...], torch.Tensor]] = {}
         """The input of the current layer's experts in this pass, and the library's result for this input."""
+        routers = self.engine.anatomy.routers.values()
+        self._routers = {path: self._twins[path].forward for path in routers if path in self._twins}
+        """The library's own computation of each router, by path."""
+        self._rounded: dict[str, Any] = {}
+        """The last results of routers that differ from the library's by rounding, by path. The library's block is
+        computed with them: it might choose another expert of the same score, whose result differs by more."""
 
     def reset(self) -> RowCache:
         """Start another sequence, with new KV caches for the model and for the library."""
@@ -248,6 +255,8 @@ class _Comparing(StepObserver):
                 made.callback(module.register_forward_hook(self._follow(part), with_kwargs=True).remove)
             for layer, site in self._reference.sites.items():
                 self._twin.get_submodule(site.name).forward = self._library_experts(layer)  # type: ignore[method-assign]
+            for path in self._routers:
+                self._twins[path].forward = self._library_router(path)  # type: ignore[method-assign]
             made.enter_context(self.engine.observed_by(self))
             yield
 
@@ -269,22 +278,36 @@ class _Comparing(StepObserver):
                 return
             self._seen.add(part.path)
             given = {name: self._theirs if value is self._ours else value for name, value in kwargs.items()}
+            self._rounded.pop(part.path, None)
             with torch.no_grad(), self._all_threads():
                 theirs = self._twins[part.path](*(self._theirs if x is self._ours else x for x in args), **given)
             pairs = list(zip(_tensors(output), _tensors(theirs), strict=True))
             has_experts = any(site.name.startswith(f"{part.path}.") for site in self._reference.sites.values())
             has_codes = any(isinstance(each, QuantisedWeight) for each in module.modules())
             may_round = self._has_own_order or has_experts or has_codes
+            is_equal = all(same_bits(a, b) for a, b in pairs)
+            is_near = all(self._is_near(a, b, may_round) for a, b in _with_scores(pairs))
+            if part.path in self._routers and is_near and not is_equal:
+                self._rounded[part.path] = output
             self._say(
                 part.layer,
                 part.name,
-                all(same_bits(a, b) for a, b in pairs),
-                all(self._is_near(a, b, may_round) for a, b in pairs),
+                is_equal,
+                is_near,
                 not any(bool(b.isnan().any()) for _, b in pairs),  # infinity is allowed: routers use it to mask experts
                 max((_difference(a, b) for a, b in pairs), default=0.0),
             )
 
         return hook
+
+    def _library_router(self, path: str) -> Callable[..., Any]:
+        """Return the computation of a router in the library's block: the library's own, unless the router's last result
+        differed by rounding."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._rounded[path] if path in self._rounded else self._routers[path](*args, **kwargs)
+
+        return forward
 
     # -- experts ------------------------------------------------------------------------------------------------------
 
@@ -355,6 +378,23 @@ class _Comparing(StepObserver):
         it to one."""
         with threads(self._threads):
             yield
+
+
+def _with_scores(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield pairs of results, ours and the library's. If both contain choices of experts [T, K] and the experts' scores
+    [T, E], yield the library's scores of the chosen experts in place of the choices: experts of equal scores, up to
+    rounding, may be exchanged."""
+    scores = max((theirs for _, theirs in pairs if theirs.is_floating_point()), key=_columns, default=None)
+    for ours, theirs in pairs:
+        is_choice = not theirs.is_floating_point() and theirs.dim() == 2 and ours.shape == theirs.shape
+        if is_choice and scores is not None and scores.dim() == 2 and _columns(scores) > int(theirs.max()):
+            yield scores.gather(1, ours.long()), scores.gather(1, theirs.long())
+        else:
+            yield ours, theirs
+
+
+def _columns(tensor: torch.Tensor) -> int:
+    return tensor.shape[-1] if tensor.dim() else 0
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
