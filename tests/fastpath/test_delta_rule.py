@@ -7,7 +7,7 @@ process whose bits change.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,19 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.fastpath import delta_rule
-from tests import oracle
+from smoe.kernels import delta_token
+from smoe.kernels.isa import widest
+from smoe.kernels.spinning_pool import SpinningPool
+from tests import families, oracle, promised
 
 ROWS, KEY_HEADS, HEADS, KEYS, VALUES = 2, 3, 6, 16, 24
+
+
+@pytest.fixture
+def pool() -> Iterator[SpinningPool]:
+    promised.needs(widest() is not None, promised.MACHINE_CODE)
+    with SpinningPool(2, in_own_order=True) as found:
+        yield found
 
 
 def given(dtype: torch.dtype) -> dict[str, Any]:
@@ -48,7 +58,9 @@ def test_it_is_the_rule_of_transformers(dtype: torch.dtype) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-5 if dtype is torch.float32 else 1e-2, atol=1e-5)
 
 
-def test_a_model_in_place_beside_one_that_is_not(toy: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_in_place_beside_one_that_is_not(
+    toy: Callable[..., Path], pool: SpinningPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokens: list[int] = []
     once = delta_rule.one_token
     monkeypatch.setattr(delta_rule, "one_token", lambda *of: tokens.append(of[0].shape[1]) or once(*of))
@@ -56,7 +68,7 @@ def test_a_model_in_place_beside_one_that_is_not(toy: Callable[..., Path], monke
     expected = oracle.reference_steps(folder)
     ours: PreTrainedModel = oracle.reference(folder)
     layers = sum(kind == "linear_attention" for kind in ours.config.get_text_config().layer_types)
-    assert delta_rule.speed_up(ours) == layers
+    assert delta_rule.speed_up(ours, pool) == layers
     oracle.assert_same_steps(oracle.greedy(oracle.reference(folder)), expected)
     assert not tokens, "another model takes transformers' way"
     found = oracle.greedy(ours)
@@ -67,7 +79,7 @@ def test_a_model_in_place_beside_one_that_is_not(toy: Callable[..., Path], monke
     )
 
 
-def test_a_failure_ends_it() -> None:
+def test_a_failure_ends_it(pool: SpinningPool) -> None:
     class Failing(torch.nn.Module):
         A_log = None
 
@@ -77,7 +89,33 @@ def test_a_failure_ends_it() -> None:
     module = Failing()
     Failing.__module__ = "transformers.models.qwen3_next.modeling_qwen3_next"
     importlib.import_module(Failing.__module__)
-    assert delta_rule.speed_up(module) == 1
+    assert delta_rule.speed_up(module, pool) == 1
     with pytest.raises(RuntimeError, match="today"):
         module()
     assert not delta_rule._running.is_fast
+
+
+WIDE = {"linear_key_head_dim": 32, "linear_value_head_dim": 48}
+"""Sizes that the kernel has, and toys do not."""
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text", "qwen4_exp_text"])
+def test_one_kernel_computes_a_text(
+    family: str, tmp_path: Path, pool: SpinningPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts, and two texts together, are computed by transformers, whose states the kernel continues."""
+    tokens: list[int] = []
+    attend = delta_token.attend
+    monkeypatch.setattr(delta_token, "attend", lambda *of: tokens.append(of[1].heads) or attend(*of))
+    folder = families.save(family, tmp_path, dtype=torch.bfloat16, **WIDE)
+    expected, ours = oracle.reference_steps(folder), oracle.reference(folder)
+    layers = delta_rule.speed_up(ours, pool)
+    found = oracle.greedy(ours)
+    assert len(tokens) == layers * (len(tokens) // layers) > 0
+    assert torch.equal(found.prefill, expected.prefill)
+    torch.testing.assert_close(
+        torch.stack(list(found.logits)), torch.stack(list(expected.logits)), rtol=2e-2, atol=2e-2
+    )
+    tokens.clear()
+    ours.generate(torch.tensor([[1, 2, 3], [4, 5, 6]]), max_new_tokens=3, do_sample=False)
+    assert not tokens

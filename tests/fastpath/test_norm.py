@@ -251,8 +251,6 @@ class Nested(Qwen3MoeRMSNorm):
 @pytest.mark.parametrize(
     "make",
     [
-        GemmaRMSNorm,
-        Qwen3NextRMSNorm,
         Qwen3NextRMSNormGated,
         nn.LayerNorm,
         lambda size, eps: nn.LayerNorm(size, eps, bias=False),
@@ -340,11 +338,26 @@ def test_a_wrong_order_is_noticed(wrong: Callable[[pytest.MonkeyPatch], str], mo
     text = wrong(monkeypatch)
     assert text != right
     monkeypatch.setattr(kernel, "source", lambda: text)
-    made_anew = kernel._function.__wrapped__()
-    monkeypatch.setattr(kernel, "_function", lambda: made_anew)
+    made_anew = kernel._functions.__wrapped__()
+    monkeypatch.setattr(kernel, "_functions", lambda: made_anew)
     size = 1536
     module = made(Qwen3MoeRMSNorm, size)
     assert not agrees(module, kind_of(module))
+    around_zero = made(Qwen3NextRMSNorm, size)
+    assert not agrees(around_zero, kind_of(around_zero), True)
+
+
+@pytest.mark.usefixtures("works")
+@pytest.mark.parametrize("size", [128, 2048])
+@pytest.mark.parametrize("make", [GemmaRMSNorm, Qwen3NextRMSNorm])
+def test_weights_around_zero_have_the_bits_of_the_library(make: Callable[..., nn.Module], size: int) -> None:
+    """They are in no other kernel, which would multiply by them."""
+    module, x = made(make, size), torch.randn(1, 7, size, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with torch.no_grad():
+        module.weight.copy_(0.3 * torch.randn(size, generator=torch.Generator().manual_seed(2)))
+        theirs = module(x)
+        assert speed_up(module) == {} and "forward" in vars(module)
+        assert_same(module(x), theirs)
 
 
 FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "granitemoe", "dots1", "deepseek_v3"]

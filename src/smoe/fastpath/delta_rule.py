@@ -10,6 +10,9 @@ in another order, so results equal transformers' up to rounding (E1).
 
 transformers' function is a global of the model's Python file and gets no `nn.Module`. `speed_up` replaces the global in
 memory. The new function calls the original, unless a module with the fast rule is running in the same thread.
+
+For one text, a module of usual sizes does not call that function: one kernel computes everything between the module's
+projections (`kernels/delta_token.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +25,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
+
+from smoe.kernels import delta_token
+from smoe.kernels.delta_token import TAPS, Sizes
+from smoe.kernels.spinning_pool import SpinningPool
 
 _NAME = "torch_recurrent_gated_delta_rule"
 """transformers' function for one token, in the source files of model classes."""
@@ -29,18 +37,88 @@ _SMALLEST = 1e-6
 """transformers adds this number to the square of a norm."""
 _running = threading.local()
 """Its attribute `is_fast` is true while a module with the fast rule is running in this thread."""
+_ACTIVATIONS = ("silu", "swish")
 Rule = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
-def speed_up(model: nn.Module) -> int:
-    """Make modules with the gated delta rule compute single tokens in place. Return the number of these modules."""
+def speed_up(model: nn.Module, pool: SpinningPool) -> int:
+    """Make modules with the gated delta rule compute single tokens in place, in a kernel on `pool` where it supports
+    them. Return the number of these modules."""
     adopted = 0
     for module in model.modules():
         if hasattr(module, "A_log") and _stands_before(sys.modules[type(module).__module__]):
             module.register_forward_pre_hook(_begin)
             module.register_forward_hook(_end, always_call=True)
+            sizes = _sizes_of(module)
+            if sizes is not None and delta_token.fits(sizes):
+                module.forward = _in_one_kernel(module, sizes, pool, module.forward)
             adopted += 1
     return adopted
+
+
+def _sizes_of(module: Any) -> Sizes | None:
+    """Return the sizes of a module whose arithmetic the kernel has, or None for another module."""
+    is_split = all(hasattr(module, name) for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"))
+    is_joined = hasattr(module, "in_proj_qkvz") and hasattr(module, "fix_query_key_value_ordering")
+    if not (is_split or is_joined) or not type(module.norm).__name__.endswith("RMSNormGated"):
+        return None
+    convolution, norm = module.conv1d, module.norm
+    is_usual = {module.activation, norm.activation} <= set(_ACTIVATIONS) and convolution.bias is None
+    weights = convolution.weight, norm.weight
+    if not is_usual or convolution.kernel_size != (TAPS,) or any(each.dtype is not torch.bfloat16 for each in weights):
+        return None
+    return Sizes(module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim)
+
+
+def _in_one_kernel(module: Any, sizes: Sizes, pool: SpinningPool, library: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the `forward` of a module with the gated delta rule, which computes one token of one text in a kernel, and
+    everything else by `library`."""
+
+    @functools.wraps(library)
+    def forward(
+        hidden_states: torch.Tensor, cache_params: Any = None, attention_mask: torch.Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        states = _states_of(module, hidden_states, cache_params, kwargs)
+        if states is None:
+            return library(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)
+        mixed, z, gate, step = _projected(module, hidden_states)
+        decay = torch.exp(-module.A_log.float().exp() * functional.softplus(step.float() + module.dt_bias))
+        last, state = states
+        taps, norm = module.conv1d.weight, module.norm
+        given = mixed, last, taps, state, decay.view(-1), gate.sigmoid().float().view(-1), z, norm.weight
+        found = delta_token.attend(pool, sizes, *given, norm.variance_epsilon)
+        return module.out_proj(found.view(1, 1, -1))
+
+    return forward
+
+
+def _states_of(
+    module: Any, hidden: torch.Tensor, cache: Any, kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the last values of the convolution's channels, and the state of the rule, which the kernel changes in
+    place. None if this is not one token after others of one text, or if the cache has states of another form."""
+    if cache is None or hidden.shape[:2] != (1, 1) or hidden.dtype is not torch.bfloat16 or hidden.requires_grad:
+        return None
+    layer = module.layer_idx
+    if kwargs.get("cu_seq_lens_q") is not None or cache.is_recording_past(layer):
+        return None
+    last, state = cache.get_conv_state(layer, state_idx=0), cache.get_recurrent_state(layer, state_idx=0)
+    if last is None or state is None or last.shape[2] != TAPS:
+        return None
+    is_usual = last.dtype is torch.bfloat16 and state.dtype is torch.float32 and state.device.type == "cpu"
+    return (last, state) if is_usual and last.is_contiguous() and state.is_contiguous() else None
+
+
+def _projected(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the projections of a token: queries, keys and values in one tensor, z, and for each value head the numbers
+    of which gate and decay are made."""
+    if hasattr(module, "in_proj_qkv"):
+        mixed, z = module.in_proj_qkv(hidden), module.in_proj_z(hidden)
+        return mixed, z, module.in_proj_b(hidden), module.in_proj_a(hidden)
+    joined = module.in_proj_qkvz(hidden), module.in_proj_ba(hidden)
+    query, key, value, z, gate, step = module.fix_query_key_value_ordering(*joined)
+    mixed = torch.cat([each.reshape(-1) for each in (query, key, value)])
+    return mixed, z.contiguous(), gate, step
 
 
 def _begin(module: nn.Module, args: Any) -> None:

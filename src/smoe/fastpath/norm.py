@@ -54,7 +54,8 @@ class Kind(NamedTuple):
 
 def speed_up(model: nn.Module, verdicts: Verdicts | None = None) -> dict[nn.Module, float]:
     """Replace the forward function of every RMSNorm whose bits the kernel reproduces, for calls with few rows. Return
-    the replaced modules with their epsilons. `verdicts`: known results of proofs; this function adds its own.
+    the replaced modules with their epsilons, except those with a weight around zero, which other kernels do not have.
+    `verdicts`: known results of proofs; this function adds its own.
 
     Takes some ten milliseconds for every distinct kind of module, and 15 once per process.
     """
@@ -64,8 +65,10 @@ def speed_up(model: nn.Module, verdicts: Verdicts | None = None) -> dict[nn.Modu
         if kind is None:
             continue
         if verdicts.of("norm", kind, partial(agrees, module, kind)):
-            module.forward = _forward(module, kind)  # type: ignore[method-assign]
+            module.forward = _forward(module, kind, False)  # type: ignore[method-assign]
             adopted[module] = kind.eps
+        elif verdicts.of("norm with a weight around zero", kind, partial(agrees, module, kind, True)):
+            module.forward = _forward(module, kind, True)  # type: ignore[method-assign]
     return adopted
 
 
@@ -94,9 +97,9 @@ def _takes_one_tensor(module: nn.Module) -> bool:
     return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters) == 1
 
 
-def _forward(module: nn.Module, kind: Kind) -> Callable[..., torch.Tensor]:
+def _forward(module: nn.Module, kind: Kind, is_around_zero: bool) -> Callable[..., torch.Tensor]:
     """Return the new forward function of an RMSNorm module. It calls our kernel for few contiguous rows, and
-    transformers' function for all other inputs."""
+    transformers' function for all other inputs. `is_around_zero`: as in `normed`."""
     library, parameters = module.forward, module._parameters
     size, eps = kind.size, kind.eps
     bf16, plain = torch.bfloat16, torch.Tensor
@@ -114,23 +117,25 @@ def _forward(module: nn.Module, kind: Kind) -> Callable[..., torch.Tensor]:
             and x.is_contiguous()
             and not ((x.requires_grad or weight.requires_grad) and torch.is_grad_enabled())
         ):
-            return normed(x, weight, eps)
+            return normed(x, weight, eps, is_around_zero)
         theirs: torch.Tensor = library(*args, **kwargs)
         return theirs
 
     return forward
 
 
-def agrees(module: nn.Module, kind: Kind) -> bool:
+def agrees(module: nn.Module, kind: Kind, is_around_zero: bool = False) -> bool:
     """Return whether the RMSNorm kernel has the module's bits, on one thread and on all, with the module's weight and
-    with another weight."""
+    with another weight. `is_around_zero`: as in `normed`."""
     own, generator = module.get_parameter("weight").detach(), torch.Generator().manual_seed(0)
-    another = 1 + 0.2 * torch.randn(kind.size, generator=generator)
-    another[0] = 1  # so that the first weight changes no bit
+    another = 0.2 * torch.randn(kind.size, generator=generator)
+    another[0] = 0  # so that the first weight changes no bit
+    if not is_around_zero:
+        another += 1
     with torch.no_grad():
         with threads(1):
             cases = list(itertools.product((own, another.to(own.dtype)), _data(kind, generator)))
-            ours = [normed(x, weight, kind.eps) for weight, x in cases]
+            ours = [normed(x, weight, kind.eps, is_around_zero) for weight, x in cases]
         for count in {1, torch.get_num_threads()}:
             with threads(count):
                 if not all(

@@ -2,6 +2,7 @@
 
     mean    =    (x0 * x0 + x1 * x1 + ...) / size        float32
     out     =    bf16(weight * bf16(x * (1 / sqrt(mean + eps))))
+    out     =    bf16((1 + weight) * (x * (1 / sqrt(mean + eps))))        a weight around zero, as in Qwen3.5 and Gemma
 
 Everything except the sum is a sequence of single roundings, so only the order of torch's sum must be reproduced. torch
 reads a row in registers of 8 numbers, even on CPUs with wider ones, and adds them to four accumulators:
@@ -36,21 +37,21 @@ def fits(size: int) -> bool:
     return 0 < size <= LONGEST and size % LANES == 0
 
 
-def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def normed(x: torch.Tensor, weight: torch.Tensor, eps: float, is_around_zero: bool = False) -> torch.Tensor:
     """Return the RMSNorm of every row of x [..., size], times weight [size], in bf16. Rows are contiguous, and there is
-    at least one."""
+    at least one. `is_around_zero`: multiply by 1 + weight, and round only once."""
     out, size = torch.empty_like(x, memory_format=torch.contiguous_format), x.shape[-1]
-    _function()(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps)
+    _functions()[is_around_zero](x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps)
     return out
 
 
 @functools.cache
-def _function() -> Callable[..., None]:
-    """Return the machine code, compiled once per process, as a function f(x, weight, out, rows, size, epsilon)."""
+def _functions() -> list[Callable[..., None]]:
+    """Return the machine code, compiled once per process, as functions f(x, weight, out, rows, size, epsilon): the one
+    for usual weights, and the one for weights around zero."""
     pointer, number = ctypes.c_void_p, ctypes.c_longlong
     signature = (pointer, pointer, pointer, number, number, ctypes.c_float)
-    (function,) = compile_functions(Source(source), {"rms_norm": signature})
-    return function
+    return compile_functions(Source(source), {"rms_norm": signature, "rms_norm_around_zero": signature})
 
 
 def source() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
@@ -19,17 +19,24 @@ _TOGETHER = _ACCUMULATORS * _SUM_LANES
 
 
 def module_of(isa: Isa = AVX512) -> str:
-    """Return the LLVM text of `rms_norm(x, weight, out, rows, size, epsilon)`."""
+    """Return the LLVM text of `rms_norm(x, weight, out, rows, size, epsilon)` and `rms_norm_around_zero`."""
     module = ir.Module()
     add_functions(module, isa)
+    _add_weigh(module, isa, "weigh_around_zero", _around_zero)
+    _add_norm(module, isa, "rms_norm_around_zero", "weigh_around_zero")
     return text_of(module, isa.attributes)
 
 
 def add_functions(module: ir.Module, isa: Isa) -> None:
     """Add the function `rms_norm` to a module."""
     _add_mean_of_squares(module, isa)
-    _add_weigh(module, isa)
-    code = Code(module, isa, "rms_norm", ("*x", "*weight", "*out", "rows", "size", ".eps"))
+    _add_weigh(module, isa, "weigh", _usual)
+    _add_norm(module, isa, "rms_norm", "weigh")
+
+
+def _add_norm(module: ir.Module, isa: Isa, name: str, weigh: str) -> None:
+    """Add a function that computes the norm of rows, whose numbers the function `weigh` multiplies."""
+    code = Code(module, isa, name, ("*x", "*weight", "*out", "rows", "size", ".eps"))
     x, weight, out, rows, size, eps = code.arguments
     build = code.build
 
@@ -39,7 +46,7 @@ def add_functions(module: ir.Module, isa: Isa) -> None:
         variance = build.fadd(code.call("mean_of_squares", [source, size]), eps)
         deviation = code.intrinsic("llvm.sqrt.f32", ir.FunctionType(FLOAT, [FLOAT]), [variance])
         scale = build.fdiv(copies(FLOAT, 1.0), deviation)
-        code.call("weigh", [source, weight, to, size, scale])
+        code.call(weigh, [source, weight, to, size, scale])
         return []
 
     code.repeat(code.number(0), rows, 1, [], row)
@@ -92,18 +99,25 @@ def _mean(code: Code, total: Value, count: Value) -> Value:
     return code.build.fdiv(total, code.build.sitofp(count, FLOAT))
 
 
-def _add_weigh(module: ir.Module, isa: Isa) -> None:
-    """Add a function that multiplies each number by the row's scale and then by its weight. Both products are rounded
-    to bf16."""
-    code = Code(module, isa, "weigh", ("&x", "&weight", "&out", "size", ".scale"), is_local=True)
+def _add_weigh(module: ir.Module, isa: Isa, name: str, weighted: Callable[[Code, Value, Value, Value], Value]) -> None:
+    """Add a function that multiplies numbers by their row's scale and their weights, and rounds the results to bf16."""
+    code = Code(module, isa, name, ("&x", "&weight", "&out", "size", ".scale"), is_local=True)
     x, weight, out, size, scale = code.arguments
-    build, kind, scales = code.build, code.registers(HALF_WORD, LANES), code.splat(scale, LANES)
+    kind, scales = code.registers(HALF_WORD, LANES), code.splat(scale, LANES)
 
     def strip(i: Value, _: list[Value]) -> list[Value]:
-        normal = code.near(build.fmul(code.widened(code.load(kind, code.element(x, HALF_WORD, i), 2)), scales))
-        weights = code.widened(code.load(kind, code.element(weight, HALF_WORD, i), 2))
-        code.store(code.rounded(build.fmul(weights, normal)), code.element(out, HALF_WORD, i), 2)
+        numbers, weights = (code.widened(code.load(kind, code.element(each, HALF_WORD, i), 2)) for each in (x, weight))
+        code.store(code.rounded(weighted(code, numbers, weights, scales)), code.element(out, HALF_WORD, i), 2)
         return []
 
     code.repeat(code.number(0), size, LANES, [], strip)
     code.end()
+
+
+def _usual(code: Code, numbers: Value, weights: Value, scales: Value) -> Value:
+    return code.build.fmul(weights, code.near(code.build.fmul(numbers, scales)))
+
+
+def _around_zero(code: Code, numbers: Value, weights: Value, scales: Value) -> Value:
+    ones = copies(weights.type, 1.0)
+    return code.build.fmul(code.build.fmul(numbers, scales), code.build.fadd(ones, weights))

@@ -128,9 +128,9 @@ def _with_the_rest(
     adopted = linear.speed_up(model, chosen, routers, activations, is_measured, sure, verdicts)
     layers = decoder_layer.speed_up(model, chosen, adopted.parts, norms, verdicts)
     if may_round:
-        delta_rule.speed_up(model)
+        settled += delta_rule.speed_up(model, chosen)
         if spec.latent_bytes(config):
-            attention.speed_up_latent(model, chosen, verdicts)
+            settled += attention.speed_up_latent(model, chosen, verdicts)
         modules = {model.get_submodule(site.name) for site in spec.sites}
         plain = [of for of, is_gate in routers.items() if is_gate]
         router.speed_up(chosen, plain, layers.values(), modules, verdicts)
