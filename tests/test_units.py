@@ -91,7 +91,7 @@ def test_three_digits_at_most_four(count: int) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.00062, "620 us"), (0.0413, "41.3 ms"), (2.1, "2.1 s"), (119.4, "119 s"), (200, "3 min 20 s")],
+    [(0.00062, "620 us"), (0.0413, "41.3 ms"), (2.1, "2.1 s"), (119.4, "119 s"), (120, "2 min"), (200, "3 min 20 s")],
 )
 def test_durations(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text

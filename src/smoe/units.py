@@ -86,14 +86,15 @@ def enough_to_type(nbytes: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration with a suitable unit (`620 us`, `41.3 ms`, `2.10 s`, `3 min 20 s`)."""
+    """Return a duration with a suitable unit (`620 us`, `41.3 ms`, `2.1 s`, `2 min`, `3 min 20 s`)."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 1:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 120:
         return f"{seconds:.3g} s"
-    return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes} min {rest} s" if rest else f"{minutes} min"
 
 
 def format_remaining(seconds: float) -> str:

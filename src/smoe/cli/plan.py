@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from smoe.models.spec import ModelSpec
     from smoe.policy.budget import Ledger
     from smoe.report.forecast import Choice, Forecast
+    from smoe.report.on_clock import Simulated
     from smoe.report.outlook import Case, Outlook
 
 EPILOG = """Examples:
@@ -127,7 +129,7 @@ def _print(result: Forecast) -> None:
             format_bytes(choice.ledger.budget_bytes),
             _slots(choice.ledger),
             _bytes(choice),
-            _speeds(choice) if result.outlook is None or case is None else _expected(result.outlook, case),
+            _speeds(choice) if result.outlook is None or case is None else _expected(result.outlook, case.run),
             "this budget" if is_chosen else "",
             style="bold" if is_chosen else None,
         )
@@ -139,7 +141,7 @@ def _print(result: Forecast) -> None:
         console.print(f"[bold]{escape(_command(result.model, result.outlook))}[/bold]", soft_wrap=True)
         for line in [*_lacking(result.outlook), *result.outlook.warnings]:
             console.print(f"[yellow]{escape(as_options(line))}[/yellow]", soft_wrap=True)
-        expected = f"{_expected(result.outlook, result.outlook.asked)} tokens/s"
+        expected = f"{_expected(result.outlook, result.outlook.asked.run)} tokens/s"
         console.print(f"[bold]{expected}[/bold]. {result.outlook.plainly()}", soft_wrap=True, highlight=False)
 
 
@@ -149,20 +151,29 @@ def _print_expected(outlook: Outlook, console: Console) -> None:
 
     run, (slowest, fastest) = outlook.asked.run, map(_rate, outlook.tokens_per_second)
     span = f" ({slowest} - {fastest})" if slowest != fastest else ""
-    speed, first = f"{_expected(outlook, outlook.asked)} tokens/s", _first(outlook, outlook.asked)
-    once = outlook.asked.first_pass_seconds
-    longer = "" if once is None else f" (the first prompt of a process: {format_seconds(once)} later)"
-    gain = outlook.with_faster_reads.tokens_per_second / run.tokens_per_second - 1
+    speed, first = f"{_expected(outlook, run)} tokens/s", _first(outlook, outlook.asked)
     share = run.parts[run.bound_by] / run.seconds_per_token
-    reads = "link" if outlook.machine.has_link else "disk"
-    advice = f"; a {reads} twice as fast would make it {gain:.0%} faster" if gain >= _LEAST_GAIN else ""
-    console.print(
-        f"\n[bold]{speed}[/bold]{span if outlook.spread == (1, 1) else ''} on {outlook.machine.name}, simulated; "
-        f"{share:.0%} of the time goes to: {run.bound_by}\n"
-        f"first token of a prompt of {PROMPT_TOKENS} tokens after {first}{longer}{advice}",
-        soft_wrap=True,
-        highlight=False,
-    )
+    lines = [
+        f"[bold]{speed}[/bold]{span if outlook.spread == (1, 1) else ''} on {outlook.machine.name}, simulated; "
+        f"{share:.0%} of the time goes to: {run.bound_by}",
+        *_with_faster_reads(outlook),
+        f"first token of a prompt of {PROMPT_TOKENS} tokens after {first}",
+        *_of_first_prompt(outlook.asked),
+    ]
+    console.print("\n".join(["", *lines]), soft_wrap=True, highlight=False)
+
+
+def _with_faster_reads(outlook: Outlook) -> Iterator[str]:
+    """Yield a line with the speed that a disk or link twice as fast would give, if it is worth mentioning."""
+    run, reads = outlook.with_faster_reads, "link" if outlook.machine.has_link else "disk"
+    if run.tokens_per_second / outlook.asked.run.tokens_per_second - 1 >= _LEAST_GAIN:
+        yield f"with a {reads} twice as fast: {_expected(outlook, run)} tokens/s"
+
+
+def _of_first_prompt(case: Case) -> Iterator[str]:
+    """Yield a line with the time by which the first prompt of a process takes longer, if a run has measured it."""
+    if case.first_pass_seconds is not None:
+        yield f"the first prompt of a process takes {format_seconds(case.first_pass_seconds)} longer"
 
 
 def _command(model: str, outlook: Outlook) -> str:
@@ -186,7 +197,7 @@ def _print_others(outlook: Outlook, console: Console) -> None:
             case.preset,
             case.precision,
             f"{case.resident_share:.0%}",
-            _expected(outlook, case),
+            _expected(outlook, case.run),
             _first(outlook, case),
             ", ".join(remarks),
         )
@@ -200,9 +211,9 @@ def _lacking(outlook: Outlook) -> list[str]:
     return [f"missing: {line}" for line in outlook.asked.missing]
 
 
-def _expected(outlook: Outlook, case: Case) -> str:
+def _expected(outlook: Outlook, run: Simulated) -> str:
     """Return the expected tokens per second: one figure if a run has calibrated the forecast, else a range."""
-    simulated = case.run.tokens_per_second
+    simulated = run.tokens_per_second
     if outlook.spread == (1, 1):
         return _rate(simulated)
     return _span(*(_rate(_roughly(speed)) for speed in outlook.speeds(simulated, simulated)))
@@ -286,7 +297,7 @@ def _recommended(result: Forecast) -> list[str]:
         gain = case.run.tokens_per_second / result.outlook.asked.run.tokens_per_second - 1
         if ledger.budget_bytes > result.ledger.budget_bytes and gain < _LEAST_GAIN:
             return []
-        expected = _expected(result.outlook, case)
+        expected = _expected(result.outlook, case.run)
     whole = "all experts" if ledger.resident_share == 1 else f"{ledger.resident_share:.0%} of the experts"
     return [
         f"[bold]{format_bytes(found.free_bytes)} free here: --memory {size_to_type(ledger.budget_bytes)}[/bold], "
