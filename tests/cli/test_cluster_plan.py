@@ -45,6 +45,18 @@ def test_shown_within_a_narrow_window(run, checkpoint):
     assert sum(line.startswith(("finish: ", "cluster: ", "round-robin: ")) for line in ran.out.splitlines()) == 6
 
 
+def test_how_much_faster_the_coordinator_is_alone(run, checkpoint):
+    """Would catch "as fast" where the workers slow every token down."""
+    asked = ("--workers", 2, "--slots", 4, "--link", "1Mbit")
+    found = plan(run, checkpoint, *asked, "--json").json
+    times = [case["seconds_per_token"] for case in found["cases"] if case["schedule"] == "round-robin"]
+    ratio = min(times) / found["alone_seconds_per_token"]
+    lines = plan(run, checkpoint, *asked).out.splitlines()
+    assert ratio > 1.1
+    assert f"round-robin: workers do not help; the coordinator alone is {ratio:.2g} times as fast" in lines
+    assert any(line.startswith("finish: ") for line in lines) and max(map(len, lines[1:])) <= 80
+
+
 @pytest.mark.parametrize("preset", ["cluster", "od-moe"])
 def test_its_presets_are_no_news(run, checkpoint, preset):
     ran = plan(run, checkpoint, "--workers", 1, "--slots", 4, "--preset", preset)

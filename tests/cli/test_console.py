@@ -45,6 +45,15 @@ def test_lines_say_what_is_known(capsys):
     assert capsys.readouterr().err == "loading, 1 GiB of 2 GiB\n[0], 7 of 5\n"
 
 
+def test_two_lines_of_a_task_without_an_amount_differ(capsys):
+    clock = Clock()
+    with progress(clock=clock) as bars:
+        task = bars.add_task("simulating", total=None, amount="")
+        for clock.seconds in (10, 20):
+            bars.update(task)
+    assert capsys.readouterr().err == "simulating, 10 s so far\nsimulating, 20 s so far\n"
+
+
 TEXT = "once upon a time there was a cat " * 8
 COMMANDS = {
     "eval": (("--alphas", "0,0.6", "--tokens", 12), "price: alpha 0.6 (2 of 2), 18 of 26 tokens, "),

@@ -218,13 +218,22 @@ def _span(values: Sequence[Any], words: Callable[[Any], str]) -> str:
 
 
 def _enough(found: ClusterOutlook, schedule: str) -> str:
+    """Return in words how many workers are worth having by this schedule."""
     count, most = found.enough(schedule), len(found.workers)
     if count == 0:
-        return f"{schedule}: [bold]workers do not help[/bold]; the coordinator alone is as fast, within 5 %"
+        return f"{schedule}: [bold]workers do not help[/bold]; {_alone(found, schedule)}"
     if count == most:
         return f"{schedule}: every worker helps, up to {most}"
     are = "worker is" if count == 1 else "workers are"
-    return f"{schedule}: [bold]{count} {are} enough[/bold]; {most} would gain less than 5 %"
+    return f"{schedule}: [bold]{count} {are} enough[/bold]; {most} would gain less than 5%"
+
+
+def _alone(found: ClusterOutlook, schedule: str) -> str:
+    """Return in words how fast the coordinator alone is, compared with the number of workers that is fastest."""
+    ratio = found.fastest(schedule).seconds_per_token / found.alone.run.seconds_per_token
+    if ratio < 1.05:  # two digits would show 1
+        return "the coordinator alone is as fast"
+    return f"the coordinator alone is {ratio:.2g} times as fast"
 
 
 def _waits(case: ClusterCase) -> str:

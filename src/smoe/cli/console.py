@@ -280,6 +280,8 @@ class _Lines(Progress):
             yield task.fields["amount"]
         elif task.total is not None:
             yield f"{max(0, task.completed):,.0f} of {task.total:,.0f} {self._unit}".rstrip()
+        elif task.elapsed:  # else every line would be the same
+            yield f"{format_remaining(task.elapsed)} so far"
         left = _seconds_left(task, task.elapsed or 0.0)
         if left is not None:
             yield f"{format_remaining(left)} left"

@@ -150,9 +150,13 @@ class ClusterOutlook:
         """Return the forecasts for a schedule, in ascending order of the number of workers."""
         return [case for case in self.cases if case.schedule == schedule]
 
+    def fastest(self, schedule: str) -> ClusterCase:
+        """Return the forecast for the number of workers with the shortest time per token."""
+        return min(self.of(schedule), key=lambda case: case.seconds_per_token)
+
     def enough(self, schedule: str) -> int:
         """Return the smallest number of workers whose time per token is within the fraction `ENOUGH` of the best time.
-        0: the coordinator alone is as fast."""
+        0: the coordinator alone is as fast, or faster."""
         took = [self.alone.run.seconds_per_token, *(case.seconds_per_token for case in self.of(schedule))]
         return next(workers for workers, seconds in enumerate(took) if seconds <= (1 + ENOUGH) * min(took))
 
