@@ -94,6 +94,7 @@ def test_what_does_not_change_comes_first(on_event: TextEvent, running: Running)
     engine = running.serving.engine
     assert (first, second) == ("model", "look")
     assert model["name"] == "demo" and model["talks"] == "chat" and model["context"] == engine.context_tokens
+    assert model["remark"].startswith("demo is a toy") and model["most_slots"] == engine.ledger.most_slots
     assert sum(experts for _, experts in model["layers"]) == engine.ledger.demand.total_experts
     assert model["memory"] == engine.ledger.entries() and model["budget"] == engine.ledger.budget_bytes
     assert tuple(model["tiers"]) == TIERS and tuple(model["events"]) == EVENTS

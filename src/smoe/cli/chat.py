@@ -32,10 +32,6 @@ Ctrl-C stops an answer, Ctrl-D leaves.
 """
 
 _QUIT = "/quit"
-_TOY = (
-    "demo is a toy that writes children's stories: it answers only simple questions about facts in the message; give a "
-    "chat model for other questions"
-)
 _LEAVING = (_QUIT, "/exit", "/bye")
 """Messages that end a chat, here and in similar programs."""
 _COMMANDS = {
@@ -71,7 +67,7 @@ def command(
     from smoe.conversation.template_file import read_template
     from smoe.generation.chat import Chat
     from smoe.load.last_residents import filling_when_idle
-    from smoe.models.files import fetch
+    from smoe.models.files import DEMO, DEMO_REMARK, fetch
 
     if stdin() is None:
         raise ConfigError(
@@ -85,8 +81,8 @@ def command(
     ):
         chosen = _sampling(sampling, ready)
         chat = Chat(ready, tokenizer, chosen, parses_control_tokens=parse_control_tokens)
-        if model == "demo":
-            note(_TOY)
+        if model == DEMO:
+            note(DEMO_REMARK)
         if not chat.has_template:
             note(
                 "this model has no chat template, so it continues your text instead of answering; to use a template, "

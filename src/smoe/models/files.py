@@ -27,6 +27,11 @@ _log = logging.getLogger(__name__)
 DEMO = "demo"
 """The name of the embedded demonstration model."""
 DEMO_FOLDER = Path(__file__).parent.parent / "demo"
+DEMO_REMARK = (
+    "demo is a toy that writes children's stories: it answers only simple questions about facts in the message; give a "
+    "chat model for other questions"
+)
+"""What the user of a chat with the embedded model should know."""
 _SPARE_BYTES = 2**30
 _MOST_NAMES = 6
 _WEIGHT_FILES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".onnx", ".json")

@@ -70,6 +70,7 @@ class Watched:
             "budget": ledger.budget_bytes,
             "memory": ledger.entries(),
             "slots": ledger.cache_slots,
+            "most_slots": ledger.most_slots,
             "resident_share": ledger.resident_share,
             "expert_bytes": ledger.entries()["expert slots"] / ledger.cache_slots,
             "precision": None if config.precision == "auto" else config.precision,

@@ -14,6 +14,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Scope
 
 from smoe import __version__
+from smoe.models.files import DEMO_FOLDER, DEMO_REMARK
 from smoe.report.watched import Watched
 from smoe.server.api_errors import ApiError, problem_of
 from smoe.server.chat import chat_completions
@@ -115,7 +116,8 @@ def _add_state(app: FastAPI, serving: Serving) -> None:
 def _watching(serving: Serving) -> Watching:
     """Return the object that provides the events of the page at `/`."""
     talks = "chat" if serving.prompts.has_template else "text"
-    about = {"name": serving.name, "talks": talks, "context": serving.engine.context_tokens}
+    remark = DEMO_REMARK if serving.model.name_or_path == str(DEMO_FOLDER) else None
+    about = {"name": serving.name, "talks": talks, "context": serving.engine.context_tokens, "remark": remark}
 
     def state() -> dict[str, int]:
         return {"running": serving.running, "waiting": serving.waiting}

@@ -33,13 +33,14 @@ export class Chat {
   }
 
   /** What the model can do: `chat`, `text`, or null where a command line writes the text. */
-  describe({ name, talks }) {
-    this.name = name;
+  describe({ name, talks, context, remark }) {
+    Object.assign(this, { name, context });
     if (talks === this.talks) return;
     this.talks = talks;
     this.form.hidden = !talks;
     show(this.title, { chat: "Chat", text: "Text" }[talks] ?? "The run");
-    this.log.dataset.hint = talks ? "Send a message to see which experts are used, and which of them must be loaded first." : "The text appears here.";
+    const hint = talks ? "Send a message to see which experts are used, and which of them must be loaded first." : "The text appears here.";
+    this.log.dataset.hint = [hint, remark].filter(Boolean).join(" ");
     this.prompt.placeholder = talks === "text" ? "Begin a text; the model continues it." : "Your message. Enter sends, Shift+Enter is a new line.";
     if (talks === "text") {
       this.tokens.placeholder = String(TEXT_TOKENS);
@@ -78,7 +79,7 @@ export class Chat {
     } catch (error) {
       if (running.signal.aborted) found.reason = "stopped";
       else {
-        const notice = this.problem(error);
+        const notice = await this.problem(error, text);
         isLost = !found.text;
         if (isLost) this.offerAgain(text, answer, notice);
       }
@@ -158,14 +159,26 @@ export class Chat {
     this.follow(answer);
   }
 
-  problem(error) {
+  /** `text`: the message that was refused. */
+  async problem(error, text) {
     if (error instanceof Refused && error.status === 401) this.onRefused();
     const told = this.turn("problem");
     told.turn.setAttribute("role", "alert");
     this.grow(told, error instanceof Refused ? error.message : "The server cannot be reached; is it still running?");
     const isFull = error.code === "context_length_exceeded" && this.talks === "chat" && this.messages.length > 1;
-    if (isFull) this.grow(told, ". The conversation is full: New starts another one.");
+    if (isFull) this.grow(told, await this.remedy(text));
     return told;
+  }
+
+  /** What to do when the context is full. A new conversation helps only if the message alone fits. */
+  async remedy(text) {
+    try {
+      const answer = await ask("v1/messages/count_tokens", { body: { model: this.name, messages: [{ role: "user", content: text }] } });
+      if ((await answer.json()).input_tokens < this.context) return ". The conversation is full: New starts another one.";
+    } catch (error) {
+      if (error.status !== 400) return ""; // 400: too long to be counted
+    }
+    return ". This message alone is too long: shorten it.";
   }
 
   busy(isBusy) {

@@ -10,6 +10,7 @@ const MEMORY = {
   "non-expert weights": "all other weights", "KV cache": "the text so far (KV cache)", "expert slots": "experts",
   "slots of low copies": "low copies of experts", staging: "experts passing through",
 };
+const RESERVED = ["workspace", "KV cache"]; // parts that experts use while the text is short
 
 export class Figures {
   constructor(part) {
@@ -106,22 +107,30 @@ export class Figures {
     const slots = parts.findIndex(([name]) => name === "expert slots");
     this.filled = null;
     if (slots >= 0) {
-      this.filled = { rest: make("i", "rest"), said: this.part.memoryLegend.children[slots].lastChild, size: memory["expert slots"] };
+      this.filled = {
+        rest: make("i", "rest"), piece: bar[slots], said: this.part.memoryLegend.children[slots].lastChild, size: memory["expert slots"],
+        reserved: parts.flatMap(([name, size], n) => (RESERVED.includes(name) ? [[bar[n], size]] : [])),
+      };
       bar[slots].append(this.filled.rest);
       this.fill();
     }
   }
 
+  /** The slots in use, also those in memory that is reserved for longer texts. */
   fill() {
-    const share = Math.min(1, this.here / this.model.slots);
-    this.filled.rest.style.width = `${100 * (1 - share)}%`;
-    show(this.filled.said, share < 1 ? `${inBytes(this.filled.size)}, ${percent(share)} full` : inBytes(this.filled.size));
+    const { rest, piece, said, size, reserved } = this.filled, { slots, budget, expert_bytes: each } = this.model;
+    const lent = Math.max(0, this.here - slots) * each, share = Math.min(1, this.here / slots);
+    const all = reserved.reduce((sum, [, its]) => sum + its, 0), width = (size) => `${(100 * size) / budget}%`;
+    rest.style.width = `${100 * (1 - share)}%`;
+    piece.style.width = width(size + lent);
+    for (const [other, its] of reserved) other.style.width = width(its * Math.max(0, 1 - lent / all));
+    show(said, usedBytes(size, lent, share));
   }
 
   // -- the curve -------------------------------------------------------------------------------------------------------
 
   drawCurve() {
-    const { slots, misses } = this.curve, { slots: now, layers } = this.model, last = slots.at(-1);
+    const { slots, misses } = this.curve, { layers } = this.model, now = this.room(), last = slots.at(-1);
     if (slots.length < 3 || !layers) return;
     const at = (size) => {
       if (size >= last) return misses.at(-1);
@@ -149,14 +158,26 @@ export class Figures {
     show(this.part.curve, svg);
   }
 
+  /** The number of experts for which there is memory now: more than always, while the text is short. */
+  room() {
+    return Math.max(this.model.slots, this.here);
+  }
+
   inWords(at, last) {
-    const { slots: now } = this.model, sizes = this.model.expert_bytes ? (size) => inBytes(size * this.model.expert_bytes) : (size) => `${size} experts`;
+    const now = this.room(), sizes = this.model.expert_bytes ? (size) => inBytes(size * this.model.expert_bytes) : (size) => `${size} experts`;
     const found = this.hits === null ? "" : ` The dot is how often this engine misses now (${percent(1 - this.hits)}): it also prefetches, and evicts by its own rules.`;
-    if (now >= last) return `All experts used recently fit: more memory would change nothing.${found}`;
+    const first = at(last) < 0.005 ? "" : ` The curve ends at ${percent(at(last))}: the first use of an expert is a miss with any memory.`;
+    if (now >= last) return `All experts used recently fit: more memory would change nothing.${first}${found}`;
     const more = Math.min(last, 2 * now);
     return `Of the last uses, a plain cache (least recently used) would miss ${percent(at(now))} with room for ${sizes(now)} of experts, as here; ` +
-      `${percent(at(more))} with ${sizes(more)}; ${percent(at(now / 2))} with half.${found}`;
+      `${percent(at(more))} with ${sizes(more)}; ${percent(at(now / 2))} with half.${first}${found}`;
   }
+}
+
+/** The memory of experts in words. `lent`: bytes of it that are reserved for longer texts; `share`: the part in use. */
+export function usedBytes(size, lent, share) {
+  if (lent > 0) return `${inBytes(size + lent)}, of which ${inBytes(lent)} are reserved for longer texts`;
+  return share < 1 ? `${inBytes(size)}, ${percent(share)} full` : inBytes(size);
 }
 
 function draw(name, attributes, ...parts) {

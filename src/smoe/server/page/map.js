@@ -11,6 +11,14 @@ const [ABSENT, LOW_COMING, COMING, LOW, PASSING, HERE] = [0, 1, 2, 3, 4, 5];
 const MARKS = ["read", "replaced", "wrong", "right", "by_cpu", "by_worker", "used"]; // of several, the first is shown
 const COLOURS = ["paper", "absent", "here", "used", "read", "right", "wrong", "replaced", "elsewhere", "focus"];
 
+/** How many of all experts fit, always and while the memory reserved for longer texts is unused. */
+export function fitting({ slots, most_slots: most = slots }, count) {
+  if (slots >= count) return "all fit in memory";
+  const found = (always) => `${slots.toLocaleString("en")} of ${count.toLocaleString("en")} ${always}fit in memory`;
+  if (most <= slots) return found("");
+  return `${found("always ")}, ${most >= count ? "all" : `up to ${most.toLocaleString("en")}`} while the text is short`;
+}
+
 export class ExpertMap {
   constructor({ canvas, tip, legend, subtitle }) {
     Object.assign(this, { canvas, tip, legend, subtitle });
@@ -56,7 +64,7 @@ export class ExpertMap {
     this.isUpright = most < model.layers.length; // few experts in many layers: a column for each layer
     const sizes = new Set(model.layers.map(([, experts]) => experts));
     const each = sizes.size === 1 ? `${model.layers.length} layers of ${most}` : `${model.layers.length} layers`;
-    show(this.subtitle, `${each}; ${model.slots >= count ? "all fit in memory" : `${model.slots.toLocaleString("en")} of ${count.toLocaleString("en")} fit in memory`}`);
+    show(this.subtitle, `${each}; ${fitting(model, count)}`);
     this.explain();
     this.lay();
   }
