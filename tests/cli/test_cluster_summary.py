@@ -67,7 +67,7 @@ def test_the_division_names_sequences_and_what_would_leave_more_to_experts() -> 
 
 def test_a_main_that_keeps_no_experts_says_so() -> None:
     ledger: Ledger = allocate(1000, Demand(10, 10, 10, (SlotClass(10, 2, 200),), draft_bytes=100))
-    assert "resident (" in describe(ledger, "as asked")
+    assert "fit in memory (" in describe(ledger, "as asked")
     by_turns = describe(ledger, "as asked", keeps_experts=False)
     assert "no experts resident while workers are connected (room for" in by_turns and "%" not in by_turns
     assert by_turns.endswith("with a draft model of 100 B")

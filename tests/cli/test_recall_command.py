@@ -57,7 +57,7 @@ def test_the_model_may_be_smaller_than_its_draft(run, packed, text):
     ran = run("eval", packed, "--recall", "--draft", "auto", "--resident", "40%", *few)
     assert ran.code == 0, ran.err
     assert [of["recall"] for of in ran.json["shadows"]] == [1.0, 1.0]
-    residents = re.findall(r"(all|\d+ of) 32 experts resident", ran.err)
+    residents = re.findall(r"(all|\d+ of) 32 experts (?:resident|(?:always )?fit)", ran.err)
     assert len(residents) == 2 and residents[0] == "all" and int(residents[1].split()[0]) < 16, ran.err
 
 

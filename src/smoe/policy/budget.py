@@ -317,13 +317,13 @@ class Ledger:
 
     @property
     def residents(self) -> str:
-        """A phrase for people: how many experts fit in the cache slots."""
+        """A phrase for people: how many experts fit in the cache slots, always and while the reserved memory is
+        unused."""
         low = f" and {self.low_slots} low copies" if self.low_slots else ""
-        residents_text = f"{self.cache_slots} of {self.demand.total_experts} experts{low}"
-        more = (
-            f", up to {self.most_slots} while reserved memory is not used" if self.most_slots > self.cache_slots else ""
-        )
-        return f"{residents_text} resident ({self.resident_share:.0%}){more}{self._beside}"
+        experts = f"{self.cache_slots} of {self.demand.total_experts} experts{low}"
+        is_lent = self.most_slots > self.cache_slots
+        always, more = ("always ", f", up to {self.most_slots} while the text is short") if is_lent else ("", "")
+        return f"{experts} {always}fit in memory ({self.resident_share:.0%}){more}{self._beside}"
 
     @property
     def spare(self) -> str:
