@@ -132,14 +132,16 @@ def by_pip(place: Path, tools: Path, packages: Path) -> None:
     print("  smoe generate demo:", json.dumps(answer)[:200])
     run("smoe", "plan", "demo", "--memory", "20MiB", "--context", "512")
     commands = run("smoe", "--help").stdout
-    for extra, command in (("serve", ("serve", "demo")), ("cluster", ("cluster", "up", "demo", "--local", "1"))):
+    for extra, command, missing in (
+        ("serve", ("serve", "demo"), "pip install '.[serve]'"),
+        ("cluster", ("cluster", "up", "demo", "--local", "1"), "pip install pyzmq"),
+    ):
         if not re.search(rf"^\W*{extra} ", commands, re.MULTILINE):
             continue
         run("smoe", extra, "--help")
         refusal = run("smoe", *command, fails=True)
-        missing = f"smoe[{extra}]"
         assert missing in refusal.stderr.replace("\n", ""), f"{command} does not name {missing}:\n{refusal.stderr}"
-        print(f"  smoe {' '.join(command)}: says that {missing} is missing")
+        print(f"  smoe {' '.join(command)}: advises {missing}")
     for command in (("simulate", "--paper", "smoe"), ("bench", "demo", "--ablation", "smoe")):
         refusal = run("smoe", *command, fails=True)
         assert refusal.returncode == 2 and "pip install -e ." in refusal.stderr, refusal.stderr

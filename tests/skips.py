@@ -74,7 +74,7 @@ GROUPS = (
         "|processes are forked|results are stored where files|this file system refuses direct reads",
         CI,
     ),
-    Group("curl", "needs curl", CI),
+    Group("curl or node", "needs (curl|node)", CI),
     Group("git, and the repository's history", "needs the repository's history", CI),
     Group("the development requirements, Python 3.11", "could not import|(needs )?Python 3.11", CI),
     Group(

@@ -32,7 +32,7 @@ def own_clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--address", "192.0.2.7"], "--address has an effect only with --ray"),
         (["--allow-open-ray"], "--allow-open-ray has an effect only with --ray"),
         (["--ray", "auto", "--local", "2"], "give the number of workers with --workers"),
-        (["--ray", "auto"], "pip install 'smoe[ray]'"),
+        (["--ray", "auto"], "pip install '.[ray]'"),
     ],
 )
 def test_what_does_not_go_together_is_refused(

@@ -309,7 +309,7 @@ def test_what_is_missing_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(installed, "find_spec", lambda name: None if name == "uvicorn" else object())
     ran = run(*DEMO)
-    assert ran.code == 2 and "uvicorn" in ran.err and "smoe[serve]" in ran.err and "fastapi" not in ran.err
+    assert ran.code == 2 and "uvicorn" in ran.err and "pip install '.[serve]'" in ran.err and "fastapi" not in ran.err
 
 
 @pytest.mark.parametrize(

@@ -272,7 +272,7 @@ def test_what_is_no_cluster_of_this_machine_is_refused(address: str, ray: StandI
 
 def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"pip install 'smoe\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[ray\]'"):
         join_ray("auto", False, False)
 
 

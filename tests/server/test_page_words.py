@@ -15,7 +15,7 @@ import pytest
 from smoe.server.watching import PAGE
 
 NODE = shutil.which("node")
-pytestmark = pytest.mark.skipif(NODE is None, reason="no node on this machine")
+pytestmark = pytest.mark.skipif(NODE is None, reason="needs node")
 MIB = 2**20
 LENDING = {"slots": 293, "most_slots": 768, "expert_bytes": 36864}
 

@@ -79,7 +79,7 @@ class QuestionOptions:
     tasks: Annotated[
         str | None,
         typer.Option(
-            help="Tasks of lm_eval to ask instead of --questions, separated by commas (pip install 'smoe\\[lm-eval]').",
+            help="Tasks of lm_eval to ask instead of --questions, separated by commas (pip install lm_eval).",
             rich_help_panel=_PANEL,
         ),
     ] = None

@@ -58,7 +58,7 @@ def _workers(draft_precision: str | None) -> Preparation:
     has_draft, has_zmq = draft_precision is not None, find_spec("zmq") is not None
     up = f"smoe cluster up MODEL --local 2{' --draft' if has_draft else ''} {_TERMINAL}"
     commands = () if has_zmq and _are_running(has_draft) else (up,)
-    install = () if has_zmq else ("pip install 'smoe[cluster]'",)
+    install = () if has_zmq else ("pip install pyzmq",)
     options = ("--cluster", DEFAULT_NAME)
     if not has_draft:
         return Preparation((*install, *commands), options)

@@ -204,7 +204,7 @@ def _harness(material: Material) -> Exam:
     try:
         from smoe.eval.harness import Harness
     except ImportError as error:
-        message = f"--tasks needs the evaluation harness: pip install 'smoe[lm-eval]' ({error})"
+        message = f"--tasks needs the evaluation harness: pip install lm_eval ({error})"
         raise ConfigError(
             message, setting="tasks", given=",".join(material.tasks), allowed="only with lm_eval installed"
         ) from error

@@ -173,7 +173,8 @@ def check_ray() -> None:
     """Raise `ConfigError` where the package ray is not installed."""
     if sys.modules.get("ray") is None and find_spec("ray") is None:
         raise ConfigError(
-            "workers on Ray need the package ray, which is not installed; run: pip install 'smoe[ray]'",
+            "workers on Ray need the package ray, which is not installed; run, in the copy of the repository: pip "
+            "install '.[ray]'",
             setting="ray",
             given="a Ray cluster",
             allowed="none without the package ray",

@@ -2,7 +2,7 @@
 
 The harness would process contexts and answers in large batches, in which every expert is loaded and none is replaced.
 Here its requests are processed as in generation, so that a threshold has the effect that users experience. It needs the
-optional package `lm_eval`: `pip install 'smoe[lm-eval]'`. The harness downloads the tasks' data.
+optional package `lm_eval`: `pip install lm_eval`. The harness downloads the tasks' data.
 """
 
 from __future__ import annotations

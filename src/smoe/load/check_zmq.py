@@ -11,7 +11,7 @@ def check_zmq() -> None:
         import zmq  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            "a cluster needs pyzmq, which is not installed; run: pip install 'smoe[cluster]'",
+            "a cluster needs pyzmq, which is not installed; run: pip install pyzmq",
             setting="cluster",
             given="a cluster",
             allowed="requires pyzmq",

@@ -66,9 +66,9 @@ def check_libraries(model_type: str | None = None) -> None:
     needed = {"PIL": "pillow"} | ({"torchvision": "torchvision"} if model_type == "llama4" else {})
     missing = [package for module, package in needed.items() if find_spec(module) is None]
     if missing:
-        command = "pip install torchvision" if "torchvision" in missing else "pip install 'smoe[images]'"
         raise ConfigError(
-            f"`images` needs {' and '.join(missing)}, which this Python installation lacks; run: {command}",
+            f"`images` needs {' and '.join(missing)}, which this Python installation lacks; run: pip install "
+            f"{' '.join(missing)}",
             setting="images",
             given=True,
             allowed=f"with {' and '.join(missing)}",

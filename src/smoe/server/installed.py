@@ -20,8 +20,8 @@ def check_server() -> None:
     missing = [package for module, package in _NEEDED.items() if find_spec(module) is None]
     if missing:
         raise ConfigError(
-            f"a server needs {', '.join(missing)}, which this Python installation lacks; run: pip install "
-            "'smoe[serve]'",
+            f"a server needs {', '.join(missing)}, which this Python installation lacks; run, in the copy of "
+            "the repository: pip install '.[serve]'",
             setting="serve",
             given="a server",
             allowed=f"requires {', '.join(missing)}",
