@@ -56,7 +56,7 @@ def test_two_lines_of_a_task_without_an_amount_differ(capsys):
 
 TEXT = "once upon a time there was a cat " * 8
 COMMANDS = {
-    "eval": (("--alphas", "0,0.6", "--tokens", 12), "price: alpha 0.6 (2 of 2), 18 of 26 tokens, "),
+    "eval": (("--alphas", "0,0.6", "--tokens", 12), "eval: measuring alpha 0.6 (2 of 2), 18 of 26 tokens, "),
     "tune": (("--context", 128), "tune: measuring, 5 of "),
     "bench": (("--quick",), "bench: 16 + 64 tokens, batch 1, 1 of 2 cells, "),
     "pack": (None, "pack: packing, "),

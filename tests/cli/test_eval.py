@@ -110,6 +110,18 @@ def test_tasks_without_the_harness_say_what_to_install(run, checkpoint, monkeypa
     assert ran.code == 2 and "pip install lm_eval" in " ".join(ran.err.split())
 
 
+def test_what_will_be_measured_is_said_before_it_begins(run):
+    """Would catch a hundred questions that are added to a short text without a word."""
+    asked = ("demo", "--memory", "20MiB", "--context", 128, "--alphas", "0,0.3", "--tokens", 8)
+    lines = run("eval", *asked, "--most-questions", 1).err.splitlines()
+    place = next(n for n, line in enumerate(lines) if line.startswith("for each alpha"))
+    assert lines[place] == (
+        "for each alpha (0, 0.3), the model computes 8 tokens of stories of the demo and 1 question of the demo, with "
+        "some 40 tokens each; --most-questions 0 leaves the questions out"
+    )
+    assert place < next(n for n, line in enumerate(lines) if "perplexity" in line)
+
+
 def test_questions_too_long_are_left_out_and_said(run, checkpoint, text, tmp_path):
     questions = tmp_path / "questions.jsonl"
     long = "once upon a time " * 40

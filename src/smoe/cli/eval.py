@@ -159,7 +159,8 @@ def command(
     """Measure the quality cost of expert substitution: perplexity, divergence, accuracy and time for each alpha.
 
     Text is read token by token, with experts in memory as they would be in generation. Every alpha reads the same
-    tokens. Differences from the exact model have intervals of 95 %.
+    tokens (--tokens) and answers the same questions; for demo these are 100 questions of its own, unless
+    --most-questions sets another number. Differences from the exact model have intervals of 95 %.
 
     With --recall: measure how many of the next experts draft models predict. Draft models are copies of the model in
     fewer bits that decode the same text. The table compares precisions, how often a draft model takes over the model's

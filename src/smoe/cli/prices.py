@@ -25,8 +25,11 @@ from smoe.eval.stepwise import EXACT, Exam, Numbers, Quality, numbers_of
 from smoe.eval.texts import read_documents
 from smoe.load.tokenizer import load_tokenizer
 from smoe.presets import without_low_copies
+from smoe.units import format_count
 
 _TABLE_WIDTH = 80
+_QUESTION_TOKENS = 40
+"""An estimate of the number of tokens of a question and its answer."""
 _HEADS = (
     "alpha\n",
     "perplexity\n",
@@ -151,6 +154,8 @@ def _measure(
                 "questions_from": (str(material.questions) if material.questions else "the demo") if asked else None,
                 "questions": len(asked),
             }
+            if not prices:
+                note(_what_is_measured(thresholds, tokens - len(documents), len(asked), material))
             exam: Exam | None = harness or (Questions(asked) if asked else None)
             with _Bar(numbers, alphas, tokens, len(asked) or most * len(material.tasks)) as bar:
                 prices += sweep(ready, tokenizer, alphas, documents, exam, folder, circumstances, bar.start)
@@ -171,6 +176,19 @@ def _in_turn(config: EngineConfig, thresholds: list[float]) -> list[tuple[Engine
     plain = replace(whole, activations=AS_DTYPE)
     steps = list(dict.fromkeys([replace(plain, precision=EXACT.precision), plain, whole, config]))
     return [*((step, [0.0]) for step in steps[:-1]), (steps[-1], thresholds)]
+
+
+def _what_is_measured(thresholds: list[float], text_tokens: int, questions: int, material: Material) -> str:
+    """Return in words what is computed for each alpha. Questions can take more time than the text."""
+    parts = [f"{text_tokens:,} tokens of {material.text or 'stories of the demo'}"]
+    if material.tasks:
+        parts.append(f"up to {material.most_questions} questions of each task ({', '.join(material.tasks)})")
+    elif questions:
+        which = "" if material.questions else " of the demo"
+        without = "" if material.questions else "; --most-questions 0 leaves the questions out"
+        parts.append(f"{format_count(questions, 'question')}{which}, with some {_QUESTION_TOKENS} tokens each{without}")
+    alphas = ", ".join(f"{alpha:g}" for alpha in sorted({0.0, *thresholds}))
+    return f"for each alpha ({alphas}), the model computes {' and '.join(parts)}"
 
 
 def _circumstances(model: str, config: EngineConfig, material: Material, budget_bytes: int) -> dict[str, Any]:
@@ -246,15 +264,15 @@ class _Bar:
     unknown."""
 
     def __init__(self, numbers: Numbers, thresholds: list[float], text_tokens: int, questions: int) -> None:
-        self._progress = progress("price", "tokens")
+        self._progress = progress("eval", "tokens")
         self._in_numbers = f"{numbers}, " if str(numbers) else ""
         self._alphas = sorted({0.0, *thresholds})
-        self._each = text_tokens + questions * 40
+        self._each = text_tokens + questions * _QUESTION_TOKENS
         self._started = 0
 
     def __enter__(self) -> _Bar:
         self._bars = self._progress.__enter__()
-        self._task = self._bars.add_task("pricing", total=len(self._alphas) * self._each, amount="")
+        self._task = self._bars.add_task("measuring", total=len(self._alphas) * self._each, amount="")
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -262,7 +280,7 @@ class _Bar:
 
     def start(self, alpha: float) -> Any:
         number = self._alphas.index(alpha)
-        title = f"{self._in_numbers}alpha {alpha:g} ({number + 1} of {len(self._alphas)})"
+        title = f"measuring {self._in_numbers}alpha {alpha:g} ({number + 1} of {len(self._alphas)})"
         # the rest was measured in an earlier run and took no time of this one
         skipped = (number - self._started) * self._each
         self._started += 1
