@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from smoe.errors import BudgetError, CheckpointError, ConfigError, ModelError
+from smoe.errors import BudgetError, CheckpointError, ClusterError, ConfigError, ModelError, UnpreparedError
 from smoe.load.pretrained import load
 from smoe.presets import configure
 from smoe.report.early_refusal import refuse_early, refuse_empty_prompts
 from tests import gguf_toy
+from tests.packs import pack_folder
 
 CASES = ["demo", "mixtral", "gpt_oss", "gguf"]
 
@@ -38,7 +39,35 @@ def test_it_says_what_loading_says(model: str, memory: Any) -> None:
     assert str(early.value) == str(late.value)
 
 
-@pytest.mark.parametrize("switches", [{}, {"precision": "int4"}, {"device": "emulated", "profile": "rtx-4090"}])
+@pytest.mark.parametrize(
+    "switches",
+    [{"precision": "int4"}, {"precision": "int8", "low_precision": "int4"}, {"low_precision": "int4"}],
+)
+def test_a_missing_pack_is_refused(model: str, switches: dict[str, Any]) -> None:
+    config = configure(memory_bytes=1 << 34, device="cpu", **switches)
+    with pytest.raises(UnpreparedError) as early:
+        refuse_early(model, config)
+    with pytest.raises(UnpreparedError) as late:
+        load(model, config)
+    assert str(early.value) == str(late.value) and early.value.facts == late.value.facts
+
+
+def test_a_pack_that_is_there_is_left_to_loading(toy: Any, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(toy("mixtral"), tmp_path / "model"))
+    pack_folder(folder, precision="int4")
+    refuse_early(str(folder), configure(memory_bytes=1 << 18, device="cpu", precision="int4"))
+
+
+def test_a_cluster_that_does_not_exist_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("zmq")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    with pytest.raises(ClusterError, match="there is no cluster 'nowhere' on this machine"):
+        refuse_early("demo", configure(cluster="nowhere"))
+    with pytest.raises(UnpreparedError, match="needs a cluster"):
+        refuse_early("demo", configure(placement="round-robin"))
+
+
+@pytest.mark.parametrize("switches", [{}, {"device": "emulated", "profile": "rtx-4090"}])
 def test_what_loading_has_to_decide_is_left_to_it(model: str, switches: dict[str, Any]) -> None:
     small = 1 << 18 if switches else None
     refuse_early(model, configure(memory_bytes=small or 1 << 34, **{"device": "cpu", **switches}))

@@ -14,9 +14,8 @@ from smoe.compute.expert_math import ExpertMath
 from smoe.compute.experts_alone import LEAST_SLOTS, ExpertsAlone
 from smoe.compute.unit import ComputeUnit
 from smoe.config import EngineConfig
-from smoe.errors import ConfigError, UnpreparedError
+from smoe.errors import ConfigError
 from smoe.expert import EXACT
-from smoe.load.check_zmq import check_zmq
 from smoe.load.experts_math import activations_of, experts_math
 from smoe.load.host_slots import host_sizes, reads_directly, size_of
 from smoe.machine.available_memory import free_device_bytes
@@ -59,35 +58,6 @@ class ClusterInputs(NamedTuple):
     """The stored tensors of the experts, by layer."""
     draft: DraftRouting | None = None
     """The routing of the draft model, on this machine or another; None without one."""
-
-
-def check_cluster(config: EngineConfig) -> None:
-    """Check the settings of the cluster, before anything is read.
-
-    Raises `ClusterError` if there is no cluster of this name. Raises `ConfigError` if pyzmq is missing, or if settings
-    of a cluster are given without a cluster.
-    """
-    if config.cluster is None:
-        if config.placement is not None:
-            raise UnpreparedError(
-                f"`placement={config.placement}` (an option, or part of the presets cluster and od-moe) divides "
-                "experts among workers, so it needs a cluster: give the cluster's name with `cluster`, or use "
-                "another preset",
-                setting="placement",
-                given=config.placement,
-                allowed="only with `cluster`",
-            )
-        for name, is_given in {
-            "cluster_verify": config.cluster_verify,
-            "draft_on": config.draft_on == "cluster",
-        }.items():
-            if is_given:
-                raise ConfigError.idle(name, getattr(config, name), "`cluster`")
-        return
-    check_zmq()
-    from smoe.cluster.stored_identity import read_coordinator
-
-    read_coordinator(config.cluster)
 
 
 def cluster_of(

@@ -17,7 +17,7 @@ from smoe.bounds import EMULATED
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError, UnpreparedError
 from smoe.expert import EXACT, LOW
-from smoe.load.clustered import check_cluster
+from smoe.load.check_cluster import check_cluster
 from smoe.load.device import choose_device
 from smoe.load.draft_model import placed_draft
 from smoe.load.draft_size import least_draft_bytes

@@ -117,23 +117,12 @@ class Contents:
             begin += part.nbytes
 
     def path(self, place: Path) -> Path:
-        """Return the path of the packed file of a checkpoint, for reading or writing.
-
-        The file is next to the weights. For the embedded model, or if the folder of the weights is not writable and has
-        no packed file, it is in the user's cache.
-        """
-        sidecar = (place if place.is_dir() else place.parent) / self.sidecar_name(place)
-        if place.resolve() != DEMO_FOLDER.resolve() and (sidecar.exists() or os.access(sidecar.parent, os.W_OK)):
-            return sidecar
-        return of_model("packs", place).with_suffix(f".{self._own_name}")
+        """Return the path of the packed file of a checkpoint, as `pack_path` does."""
+        return pack_path(place, self.name)
 
     def sidecar_name(self, place: Path) -> str:
         """Return the file name of this pack when it is stored next to the weights at `place`."""
-        return self._own_name if place.is_dir() else f"{part_stem(place.name)}.{self._own_name}"
-
-    @property
-    def _own_name(self) -> str:
-        return f"experts.{self.name.lower()}.smoe"
+        return _sidecar_name(place, self.name)
 
     def header(self, place: Path) -> dict[str, Any]:
         """Return the fields of the header that are known before packing, and that must be equal when the file is
@@ -151,6 +140,26 @@ class Contents:
             "layout": layout,
             "checkpoint": checksum(place),
         }
+
+
+def pack_path(place: Path, name: str) -> Path:
+    """Return the path of a checkpoint's packed file whose contents have this name, for reading or writing.
+
+    The file is next to the weights. For the embedded model, or if the folder of the weights is not writable and has no
+    packed file, it is in the user's cache.
+    """
+    sidecar = (place if place.is_dir() else place.parent) / _sidecar_name(place, name)
+    if place.resolve() != DEMO_FOLDER.resolve() and (sidecar.exists() or os.access(sidecar.parent, os.W_OK)):
+        return sidecar
+    return of_model("packs", place).with_suffix(f".{_file_name(name)}")
+
+
+def _sidecar_name(place: Path, name: str) -> str:
+    return _file_name(name) if place.is_dir() else f"{part_stem(place.name)}.{_file_name(name)}"
+
+
+def _file_name(name: str) -> str:
+    return f"experts.{name.lower()}.smoe"
 
 
 def contents_as_they_are(spec: ModelSpec, experts: Mapping[int, StoredLayer]) -> Contents | None:
@@ -267,15 +276,19 @@ def experts_in_precision(place: Path, spec: ModelSpec) -> dict[int, StoredLayer]
     contents = contents_in_precision(spec.sites, spec.precision, spec.config.model_type, spec.own_dtype)
     packed = read_packed(place, contents)
     if packed is None:
-        setting, without = ("precision", "auto") if spec.form == EXACT else ("low_precision", "none")
-        raise UnpreparedError(
-            f"`{setting}={contents.name}`: {contents.path(place)} is not there; run smoe pack on {place} with "
-            f"`precision={contents.name}` first",
-            setting=setting,
-            given=contents.name,
-            allowed=f"{without}, or a precision that the model has been packed in",
-        )
+        raise not_packed(place, contents.name, "precision" if spec.form == EXACT else "low_precision")
     return packed.layers
+
+
+def not_packed(place: Path, precision: str, setting: str) -> UnpreparedError:
+    """Return the error that a checkpoint has no packed file in a precision. `setting`: precision or low_precision."""
+    return UnpreparedError(
+        f"`{setting}={precision}`: {pack_path(place, precision)} is not there; run smoe pack on {place} with "
+        f"`precision={precision}` first",
+        setting=setting,
+        given=precision,
+        allowed=f"{'auto' if setting == 'precision' else 'none'}, or a precision that the model has been packed in",
+    )
 
 
 def read_packed(place: Path, contents: Contents) -> Packed | None:

@@ -1,5 +1,5 @@
-"""Refuses what cannot be loaded, such as a budget that cannot hold a model, and an empty prompt, before the libraries
-that would load the model are imported."""
+"""Refuses what cannot be loaded, such as a budget that cannot hold a model, a packed file that is missing, and an empty
+prompt, before the libraries that would load the model are imported."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from smoe.bounds import EMULATED
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
+from smoe.load.check_cluster import check_cluster
 from smoe.load.device import planned_device
 from smoe.load.ledger import fit_context, make_ledger, open_if_here, outside_budget
 from smoe.machine.device import CPU
@@ -18,6 +19,7 @@ from smoe.models.family_outline import plain_config
 from smoe.models.files import local_place
 from smoe.models.finish_spec import choose_context
 from smoe.models.model_sizes import by_arithmetic
+from smoe.models.packed import not_packed, pack_path
 from smoe.models.plain_config import UndescribedError
 from smoe.policy.budget import minimum_bytes
 from smoe.policy.registry import predictor_kind
@@ -27,12 +29,14 @@ _WITHOUT_TOKENS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 def refuse_early(model: str, config: EngineConfig) -> None:
-    """Raise the error that loading would raise for a local model, but sooner: for files that are missing or of another
-    kind, for a context that the model does not have, and for a budget that does not hold it.
+    """Raise the error that loading would raise, but sooner: for a cluster that does not exist; and if the model is
+    local, for files that are missing or of another kind, for a context that the model does not have, for a precision in
+    which it is not packed, and for a budget that does not hold it.
 
     The check covers only model families and settings that need no library. If the budget is sufficient, weight files
     are not read.
     """
+    check_cluster(config)
     place = local_place(model)
     if place is None:
         return
@@ -41,10 +45,20 @@ def refuse_early(model: str, config: EngineConfig) -> None:
         choose_context(plain_config(*described.fields()), config)
         if not described.has_weights():
             described.tensors()  # raises the error
+        _refuse_missing_packs(place, config)
         if config.memory_bytes is not None and _decides_alone(config):
             _refuse_budget(place, config, config.memory_bytes)
     except UndescribedError:
         return
+
+
+def _refuse_missing_packs(place: Path, config: EngineConfig) -> None:
+    """Raise `UnpreparedError` if the packed file of a precision is missing."""
+    whole = {} if config.precision == "auto" else {"precision": config.precision}
+    low = {"low_precision": config.low_precision} if config.has_low else {}
+    for setting, precision in (whole | low).items():
+        if not pack_path(place, precision).exists():
+            raise not_packed(place, precision, setting)
 
 
 def _decides_alone(config: EngineConfig) -> bool:
