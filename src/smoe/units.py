@@ -78,10 +78,12 @@ def size_to_type(nbytes: int) -> str:
 
 
 def enough_to_type(nbytes: int) -> str:
-    """Return the smallest size for the command line with at most two decimals that is not below `nbytes`."""
+    """Return the smallest size for the command line with three significant digits that is not below `nbytes`, such as
+    `651MiB` or `2.25GiB`."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
         if nbytes >= unit:
-            return f"{-(-nbytes * 100 // unit) / 100:g}{name}"
+            steps = 10 ** max(0, 3 - len(str(nbytes // unit)))
+            return f"{-(-nbytes * steps // unit) / steps:.6g}{name}"
     return str(nbytes)
 
 

@@ -51,6 +51,7 @@ def test_a_preset_is_recognised(preset: str) -> None:
 def test_a_size_to_type_is_no_more_than_there_is(nbytes: int) -> None:
     assert 0.99 * nbytes <= parse_bytes(size_to_type(nbytes)) <= nbytes
     assert nbytes <= parse_bytes(enough_to_type(nbytes)) <= 1.01 * nbytes
+    assert len(enough_to_type(nbytes).rstrip("MGiB").replace(".", "")) <= 4
 
 
 def test_a_pack_is_missing_until_it_is_there(folder: Path) -> None:

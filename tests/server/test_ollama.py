@@ -195,6 +195,12 @@ def test_what_is_said_of_the_model(running: Running) -> None:
     [
         ("/api/chat", {**ASKED, "model": "other"}, 404, "the model 'other' does not exist here"),
         ("/api/chat", {**ASKED, "options": {"temperature": 5}}, 400, "'temperature' is 5; it must be a number"),
+        (
+            "/api/generate",
+            {**PROMPT, "options": {"num_predict": -3}},
+            400,
+            "'options.num_predict' is -3; it must be a whole number of at least 1 or one of: -1, -2",
+        ),
         ("/api/chat", {**ASKED, "options": {"mirostat": 2}}, 400, "'mirostat' is not supported"),
         ("/api/chat", {"model": "demo", "messages": [{"role": "king", "content": "x"}]}, 400, "'messages[0].role'"),
         ("/api/chat", {"model": "demo", "messages": [{"role": "user", "images": ["x"]}]}, 400, "reads text only"),

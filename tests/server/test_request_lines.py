@@ -94,10 +94,11 @@ def test_totals_are_the_sums_of_answers(demo: Any, demo_tokenizer: Any) -> None:
         for path in ("/health", "/metrics", "/", "/v1/models", "/v1/models/demo"):
             assert running.http("GET", path).status == 200
         assert running.http("POST", "/v1/nowhere", {}).status == running.http("GET", "/v1/models/x").status == 404
+        assert running.http("POST", "/v1/embeddings", {"model": "demo", "input": "x"}).status == 501
         running.serving.meters.answers.labels("/v1/completions", 499).inc(2)
         eventually(lambda: running.serving.running == 0)
     totals = totals_of(running.serving)
-    assert (totals.requests, totals.answered_requests, totals.refused_requests, totals.failed_requests) == (14, 5, 7, 0)
+    assert (totals.requests, totals.answered_requests, totals.refused_requests, totals.failed_requests) == (15, 5, 8, 0)
     assert totals.abandoned_requests == 2
     assert running.serving.meters.count("smoe_http_requests")["/v1/models/{name}", "404"] == 1
     assert totals.new_tokens == 3 * TOKENS

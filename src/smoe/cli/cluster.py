@@ -33,8 +33,7 @@ Memory = Annotated[
     str | None,
     typer.Option(
         "--worker-memory",
-        help="Memory for the experts that each worker holds, e.g. 2GiB.",
-        show_default=DEFAULT_WORKER_MEMORY,
+        help=f"Memory for the experts that each worker holds, e.g. 2GiB. \\[default: {DEFAULT_WORKER_MEMORY}]",
     ),
 ]
 Slots = Annotated[
@@ -73,7 +72,8 @@ def up(
     on_ray: RayOptions,
     model: Model = "demo",
     local: Annotated[
-        int | None, typer.Option(help="Number of workers on this machine.", min=1, max=MOST_LOCAL, show_default="2")
+        int | None,
+        typer.Option(help=f"Number of workers on this machine. \\[default: {DEFAULT_LOCAL}]", min=1, max=MOST_LOCAL),
     ] = None,
     worker_memory: Memory = None,
     slots: Slots = None,

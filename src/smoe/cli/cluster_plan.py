@@ -49,7 +49,7 @@ class WorkerOptions:
         ),
     ] = None
     worker_memory: Annotated[
-        str | None, typer.Option(help="Memory for experts in each worker.", show_default=_WORKER_MEMORY)
+        str | None, typer.Option(help=f"Memory for experts in each worker. \\[default: {_WORKER_MEMORY}]")
     ] = None
     slots: Annotated[
         int | None, typer.Option(help="Instead of --worker-memory: number of experts that a worker holds.", min=1)

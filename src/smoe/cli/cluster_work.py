@@ -19,8 +19,8 @@ Torch = Annotated[
     typer.Option(
         "--torch/--no-torch",
         help="--torch: torch computes a worker's experts. --no-torch: smoe's own kernels compute them; the worker "
-        "then needs a tenth of the memory, but works only for bf16 experts on Linux.",
-        show_default="with torch if it is installed",
+        "then needs a tenth of the memory, but works only for bf16 experts on Linux. \\[default: with torch if it is "
+        "installed]",
     ),
 ]
 

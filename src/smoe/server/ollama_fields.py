@@ -37,14 +37,15 @@ class LoadingOptions(BaseModel):
 
 
 class OllamaOptions(LoadingOptions):
-    """How a text is generated. Types and bounds are those of the fields of chat completions."""
+    """How a text is generated. Types and bounds are those of the fields of chat completions, except of `num_predict`,
+    which has one more value."""
 
     frequency_penalty: Any = None
     min_p: Any = None
     mirostat: Any = None
     mirostat_eta: Any = None
     mirostat_tau: Any = None
-    num_predict: Any = None
+    num_predict: Annotated[int, Field(ge=1)] | Literal[-1, -2] | None = None
     presence_penalty: Any = None
     repeat_last_n: Any = None
     repeat_penalty: Any = None

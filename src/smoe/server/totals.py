@@ -14,6 +14,8 @@ from smoe.server.serving import Serving
 _NOT_COUNTED = frozenset(each.path for each in OPERATIONS if not each.is_api)
 """Paths of probes, metrics and the page, which supervisors and browsers request by themselves."""
 
+_NOT_SUPPORTED = 501
+
 
 @dataclass(frozen=True)
 class Totals:
@@ -22,9 +24,10 @@ class Totals:
     requests: int
     """Requests to the API, whatever their result; not those of probes, metrics and the page."""
     refused_requests: int
-    """Requests that were answered with 4xx."""
+    """Requests that were answered with 4xx, or with 501: for something that this server does not have, such as
+    embeddings, for which some clients ask at their start."""
     failed_requests: int
-    """Requests that were answered with 5xx, and streams that ended with an error."""
+    """Requests that were answered with another 5xx, and streams that ended with an error."""
     abandoned_requests: int
     """Requests whose client disconnected before the response."""
     prompt_tokens: int
@@ -59,13 +62,20 @@ class Totals:
         return asdict(self) | {"process": parts, "tokens_per_second": self.tokens_per_second}
 
 
+def _kind(status: int) -> str:
+    """Return the kind of a response: `4xx` for a refusal, `5xx` for a failure, and the status of a client that left."""
+    if status == CLIENT_GONE:
+        return str(status)
+    return "4xx" if status == _NOT_SUPPORTED else f"{status // 100}xx"
+
+
 def totals_of(serving: Serving) -> Totals:
     """Return the totals of a server whose model is still open."""
     engine, meters = serving.engine, serving.meters
     statuses = Counter[str]()
     for (path, status), count in meters.count("smoe_http_requests").items():
         if path not in _NOT_COUNTED:
-            statuses[str(status) if int(status) == CLIENT_GONE else f"{status[0]}xx"] += int(count)
+            statuses[_kind(int(status))] += int(count)
     counters = serving.counters
 
     def whole(name: str) -> int:
