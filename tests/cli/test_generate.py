@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import smoe
 from smoe.cli import generate as command
+from smoe.generation import generate as generation
 from tests import zoo
 from tests.forked import Forked
 
@@ -56,6 +58,15 @@ def test_the_forecast_stands_beside_the_run_and_learns_from_it(run, checkpoint):
     assert "by the times of earlier runs" in run(*asked, 40).err
     assert run(*asked, 8, "--json").json["forecast"] is None
     assert "\nforecast " in run(*asked, 40, "--kernels", "torch", "--set", "direct_io=on").err, "read in another way"
+
+
+def test_an_interrupted_run_ends_without_a_comparison(run, checkpoint, monkeypatch):
+    """Would catch a second of simulation after Ctrl-C."""
+    generate = generation.generate
+    monkeypatch.setattr(generation, "generate", lambda *asked: replace(generate(*asked), was_interrupted=True))
+    monkeypatch.setattr("smoe.report.hindsight.look_back", lambda *asked: pytest.fail("the run was compared"))
+    ran = run("generate", checkpoint, "--memory", "4MiB", "-p", "Hello", "--max-new-tokens", 40)
+    assert ran.code == 130 and "per token" in ran.err and "forecast" not in ran.err
 
 
 @pytest.mark.parametrize(("waited", "is_mentioned"), [(1e9, True), (0.0, False), (None, False)])

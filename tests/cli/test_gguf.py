@@ -80,4 +80,4 @@ def test_a_copy_that_would_save_nothing_is_refused(run, tmp_path):
 
 def test_a_missing_file_is_named_at_once(run, path):
     ran = run("generate", path.with_name("to.gguf"), "-p", "x")
-    assert ran.code == 2 and f"near it: {path}" in ran.err.replace("\n", "")
+    assert ran.code == 2 and f"did you mean {path}?" in ran.err.replace("\n", "")

@@ -98,4 +98,6 @@ def test_never_above_the_limit_without_a_reason():
     cached = report([0.1, 0.1], bytes_per_step=4e8, disk_rate=1e9)
     assert cached.floor_share == 1.0 and cached.beats_rates
     (line,) = [text for name, text in _rows(cached) if name == "hardware limit"]
-    assert "%" not in line and "this run was faster" in line
+    assert "%" not in line and line.startswith("this run was faster")
+    (line,) = [text for name, text in _rows(report([1.0, 0.1, 0.1], 4e8, 1e9)) if name == "hardware limit"]
+    assert line.startswith("100% of the speed that this hardware allows; the slowest part would be the disk: 400 ms")

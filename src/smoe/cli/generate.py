@@ -225,11 +225,13 @@ def _run(
         for text in generation.notes:
             warn(text)
         report = report_on(generation, ready)
-        with doing("comparing the run with its forecast"):
-            from smoe.report.hindsight import look_back  # imports the simulator, after the text is printed
+        if not generation.was_interrupted:  # after an interrupt, the command should end without another second of work
+            with doing("comparing the run with its forecast"):
+                from smoe.report.hindsight import look_back  # imports the simulator, after the text is printed
 
-            foretold = look_back(ready, generation, fetch(model, engine.revision), layers)
-        return replace(report, forecast=foretold), setup_of(offload, has_template=tokenizer.chat_template is not None)
+                foretold = look_back(ready, generation, fetch(model, engine.revision), layers)
+                report = replace(report, forecast=foretold)
+        return report, setup_of(offload, has_template=tokenizer.chat_template is not None)
 
 
 def _identity(model: str, sampling: SamplingOptions) -> dict[str, object]:

@@ -245,7 +245,7 @@ def _arithmetic(report: RunReport) -> str:
         return "8-bit activations where weights are quantised, as in llama.cpp (--activations dtype: full precision)"
     if report.arithmetic != "own-order":
         return ""
-    return "sums in another order than torch's, equal up to rounding (--kernels torch: the same bits)"
+    return "results may differ from transformers in the last digits; --kernels torch gives identical bits"
 
 
 def _bench(report: RunReport) -> str:
@@ -289,13 +289,13 @@ def _limit(report: RunReport) -> str:
     if report.floor is None or report.floor_share is None:
         return ""
     floor = format_seconds(report.floor.overlapped_seconds)
-    needs = f"{report.floor.bound_by} alone needs {floor} a token ({report.rates.source})"
+    slowest = f"the slowest part would be the {report.floor.bound_by}: {floor} a token ({report.rates.source})"
     if report.beats_rates:
         return (
-            f"reached, and more: {needs}; this run was faster than the measured rates, for example by the processor's "
-            "cache or on a quieter machine"
+            "this run was faster than the measured rates allow, for example by the processor's cache or on a quieter "
+            f"machine; by these rates, {slowest}"
         )
-    return f"{report.floor_share:.0%} reached: {needs}"
+    return f"{report.floor_share:.0%} of the speed that this hardware allows; {slowest}"
 
 
 def waiting(report: RunReport) -> str:

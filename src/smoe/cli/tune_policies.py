@@ -98,7 +98,8 @@ def forget_winners(model: str, engine: EngineOptions, _: TuneOptions, as_json: b
         for won in winners:
             print(f"deleted: {kind} {won.name}, {won}")
     if not any(dropped.values()):
-        print(f"nothing to delete: no result of a tournament is stored for {model}")
+        options = " or ".join(f"--{kind}" for kind in CHOICES)
+        print(f"nothing to delete: smoe tune has stored no choice of {options} for {model}")
 
 
 def _ids(model: str, revision: str | None, text: Path | None, tokens: int, context: int | None) -> list[int]:

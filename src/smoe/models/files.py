@@ -142,7 +142,7 @@ def _no_folder(path: Path) -> str:
 def _reads(path: Path) -> str:
     """Return advice on which argument to give in place of a file that is not a model."""
     if path.suffix.lower() == ".gguf":
-        return "of a file of the hub, give all of OWNER/REPO/FILE.gguf, or OWNER/REPO:Q4_K_M"
+        return "to load a GGUF file from the hub, give OWNER/REPO/FILE.gguf or OWNER/REPO:Q4_K_M"
     own_folder = path.absolute().parent
     if (own_folder / "config.json").exists():
         return f"give its folder: {own_folder}"
@@ -159,7 +159,7 @@ def _near(path: Path) -> str:
         return f" (there is {parent}, but no {path.parent})" if parent not in (None, Path()) else ""
     names += [DEMO] if path.parent == Path() else []
     close = [str(path.parent / name) for name in get_close_matches(path.name, names, n=3, cutoff=0.7)]
-    return f" (near it: {', '.join(close)})" if close else ""
+    return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 
 def _place_on_disk(model: str | Path, revision: str | None) -> Path | None:
