@@ -41,7 +41,7 @@ from smoe.policy.trial import TURN, TURNS
 from smoe.presets import configure
 from smoe.report.forecast import foretell
 from smoe.report.on_clock import PROMPT_TOKENS
-from smoe.report.pace import Pace, remember
+from smoe.report.pace import Access, Pace, remember
 from smoe.units import parse_share
 from smoe.user_cache import PLACE
 
@@ -197,8 +197,8 @@ def _teach(rows: list[dict[str, Any]]) -> None:
         row = of_model[len(of_model) // 2]
         run, place = row["rounds"][0], described_checkpoint(model, None).place
         pace = replace(Pace(**run["pace"]), prompt=run["prompt_computing"] / row["forecast"]["prompt_computing"])
-        for is_direct in (False, True):  # all runs read in the same way
-            remember(place, precision, is_direct, pace)
+        for access in Access:  # all runs read in the same way
+            remember(place, precision, access, pace)
 
 
 def summarised(rows: list[dict[str, Any]], told: str = "forecast") -> dict[str, Any]:

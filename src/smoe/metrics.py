@@ -48,6 +48,8 @@ class Counters:
     is applied."""
     bytes_read: int = 0
     """The number of bytes read from disk for experts, alignment included."""
+    bytes_cached: int = 0
+    """The part of `bytes_read` that was copied from the page cache although reads are direct."""
     read_busy_seconds: float = 0.0
     """The seconds during which at least one read was running."""
     forward_seconds: float = 0.0

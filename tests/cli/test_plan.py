@@ -14,7 +14,7 @@ from smoe.machine.process_memory import LIBRARY_CODE_BYTES, LIBRARY_SCRATCH_BYTE
 from smoe.machine.this_machine import layer_seconds
 from smoe.memory.emulation import read_profile
 from smoe.report.forecast import typical_hit_ratio
-from smoe.report.pace import UNTAUGHT_SPEEDS, LastRun, Pace, remember
+from smoe.report.pace import UNTAUGHT_SPEEDS, Access, LastRun, Pace, remember
 from smoe.units import parse_share
 
 FIELDS = {
@@ -282,8 +282,16 @@ def test_before_the_first_run_of_a_model_every_speed_is_a_range(run, checkpoint)
     untaught = run(*asked)
     assert all(re.search(r"\d - \d", line) for line in (*speeds_in(untaught),))
     assert "no run of this model in precision auto on this machine is stored yet" in " ".join(untaught.err.split())
-    remember(checkpoint, "auto", False, Pace(layer=1e-3, expert=1e-5, load=1e-5, first_pass=1.5), LastRun(1.1, 0.9))
-    remember(checkpoint, "auto", True, Pace(layer=1e-3, expert=1e-5, load=1e-5, first_pass=1.5), LastRun(1.1, 0.9))
+    remember(
+        checkpoint,
+        "auto",
+        Access.PAGE_CACHE,
+        Pace(layer=1e-3, expert=1e-5, load=1e-5, first_pass=1.5),
+        LastRun(1.1, 0.9),
+    )
+    remember(
+        checkpoint, "auto", Access.DIRECT, Pace(layer=1e-3, expert=1e-5, load=1e-5, first_pass=1.5), LastRun(1.1, 0.9)
+    )
     taught, value = run(*asked), run(*asked, "--json").json["forecast"]
     _, first, row = speeds_in(taught)
     assert (
@@ -298,8 +306,8 @@ def test_before_the_first_run_of_a_model_every_speed_is_a_range(run, checkpoint)
 
 def test_a_forecast_that_was_off_and_a_machine_that_was_busy_are_mentioned(run, checkpoint):
     asked = ("plan", checkpoint, "--memory", "4MiB", "--context", 128)
-    for is_direct in (False, True):
-        remember(checkpoint, "auto", is_direct, Pace(layer=1e-3, expert=1e-5), LastRun(2.4, 0.4, 0.45))
+    for access in Access:
+        remember(checkpoint, "auto", access, Pace(layer=1e-3, expert=1e-5), LastRun(2.4, 0.4, 0.45))
     found = run(*asked).err
     assert "a token was 2.4 times slower, the first token was 2.5 times faster" in found
     assert "waited 45% of its time for a core" in found
@@ -307,7 +315,7 @@ def test_a_forecast_that_was_off_and_a_machine_that_was_busy_are_mentioned(run, 
 
 def test_a_budget_above_the_free_memory_uses_the_times_of_earlier_runs(run, checkpoint):
     """The model takes little of it, and experts are read as they were in those runs."""
-    remember(checkpoint, "auto", False, Pace(layer=1e-3, expert=1e-5, load=1e-5))
+    remember(checkpoint, "auto", Access.PAGE_CACHE, Pace(layer=1e-3, expert=1e-5, load=1e-5))
     asked = ("plan", checkpoint, "--memory", "900GiB", "--context", 128)
     assert run(*asked, "--json").json["forecast"]["is_calibrated"]
     remarks = " ".join(run(*asked).err.split())
@@ -322,8 +330,9 @@ def test_a_budget_above_the_free_memory_uses_the_times_of_earlier_runs(run, chec
     ],
 )
 def test_where_experts_are_read_in_another_way_only_loads_are_unknown(run, checkpoint, reads, words):
-    remember(checkpoint, "auto", reads == "off", Pace(layer=1e-3, expert=1e-5, load=1e-5))
-    asked = ("plan", checkpoint, "--memory", "4MiB", "--context", 128, "--set", f"direct_io={reads}")
+    access = Access.DIRECT if reads == "off" else Access.PAGE_CACHE
+    remember(checkpoint, "auto", access, Pace(layer=1e-3, expert=1e-5, load=1e-5))
+    asked = ("plan", checkpoint, "--memory", "2800KiB", "--context", 128, "--set", f"direct_io={reads}")
     assert run(*asked, "--json").json["forecast"]["is_calibrated"]
     assert words in " ".join(run(*asked).err.split())
 

@@ -27,7 +27,7 @@ from smoe.cli.summary import print_totals
 from smoe.config import EngineConfig
 from smoe.errors import BudgetError, ConfigError
 from smoe.models.files import fetch
-from smoe.report.pace import pace_of
+from smoe.report.pace import Access, pace_of
 from smoe.server.totals import Totals
 from tests import forked
 from tests.cli.conftest import Run
@@ -108,7 +108,7 @@ def test_a_server_answers_and_ends_in_order(
     assert ("POST /v1/chat/completions 200 " in err) == (option == "-v")
     assert ("2 requests\n" in err and "80 new" in err) == (option == "-v")
     files = fetch("demo", None)
-    layer = pace_of(files, "auto", True).layer or pace_of(files, "auto", False).layer
+    layer = pace_of(files, "auto", Access.DIRECT).layer or pace_of(files, "auto", Access.PAGE_CACHE).layer
     assert layer is not None and 0 < layer < 1, "what the server measured is stored for the next forecast"
 
 

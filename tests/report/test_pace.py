@@ -17,6 +17,7 @@ from smoe.report.pace import (
     MOST_FIRST_PASS,
     PROMPT_FACTORS,
     UNKNOWN,
+    Access,
     LastRun,
     Pace,
     crowded,
@@ -63,30 +64,46 @@ def test_too_little_shows_nothing() -> None:
 
 def test_each_kind_of_experts_has_its_own(tmp_path: Path) -> None:
     model, pace = tmp_path / "model", Pace(0.1, 0.2, 0.3, 1.2, 1.5, 0.7)
-    remember(model, "int4", True, pace)
-    assert pace_of(model, "int4", True) == pace
-    assert pace_of(model, "auto", True) == pace_of(tmp_path, "int4", True) == UNKNOWN
+    remember(model, "int4", Access.DIRECT, pace)
+    assert pace_of(model, "int4", Access.DIRECT) == pace
+    assert pace_of(tmp_path, "int4", Access.DIRECT) == UNKNOWN
+    assert pace_of(model, "auto", Access.DIRECT) == Pace(layer=0.1), "a layer without experts is the same"
 
 
 def test_only_the_time_of_a_load_depends_on_where_experts_are_read(tmp_path: Path) -> None:
     """Would catch a plan that knows nothing of a model because it reads experts in another way than the runs did."""
-    remember(tmp_path, "auto", True, Pace(0.1, 0.2, 0.3, 1.2))
-    assert pace_of(tmp_path, "auto", False) == Pace(0.1, 0.2, None, 1.2)
-    assert loads_other_way(tmp_path, "auto", False) and not loads_other_way(tmp_path, "auto", True)
-    remember(tmp_path, "auto", False, Pace(0.5, None, 0.7))
-    assert pace_of(tmp_path, "auto", False) == Pace(0.5, 0.2, 0.7, 1.2)
-    assert pace_of(tmp_path, "auto", True) == Pace(0.1, 0.2, 0.3, 1.2), "its own come first"
-    assert not loads_other_way(tmp_path, "auto", False)
+    remember(tmp_path, "auto", Access.DIRECT, Pace(0.1, 0.2, 0.3, 1.2))
+    assert pace_of(tmp_path, "auto", Access.PAGE_CACHE) == Pace(0.1, 0.2, None, 1.2)
+    assert loads_other_way(tmp_path, "auto", Access.PAGE_CACHE) and not loads_other_way(tmp_path, "auto", Access.DIRECT)
+    remember(tmp_path, "auto", Access.PAGE_CACHE, Pace(0.5, None, 0.7))
+    assert pace_of(tmp_path, "auto", Access.PAGE_CACHE) == Pace(0.5, 0.2, 0.7, 1.2)
+    assert pace_of(tmp_path, "auto", Access.DIRECT) == Pace(0.1, 0.2, 0.3, 1.2), "its own come first"
+    assert not loads_other_way(tmp_path, "auto", Access.PAGE_CACHE)
+
+
+def test_with_all_experts_in_memory_no_read_slows_them(tmp_path: Path) -> None:
+    """Would catch 4.9 tokens/s forecast for a model in memory that makes 10, by times of runs that read meanwhile."""
+    remember(tmp_path, "auto", Access.DIRECT, Pace(0.1, 0.16, 0.3, reading=1.0))
+    assert pace_of(tmp_path, "auto", Access.NONE) == Pace(0.1, pytest.approx(0.1), None)
+    remember(tmp_path, "auto", Access.NONE, Pace(0.05, 0.06, reading=0.0))
+    assert pace_of(tmp_path, "auto", Access.NONE) == Pace(0.05, 0.06, None, reading=0.0)
+    assert pace_of(tmp_path, "auto", Access.DIRECT) == Pace(0.1, 0.16, 0.3, reading=1.0)
+    assert not loads_other_way(tmp_path, "auto", Access.NONE)
+
+
+def test_loads_from_the_page_cache_are_not_those_of_the_disk() -> None:
+    assert measured_pace(replace(COUNTED, bytes_cached=100), 4, 100).load is not None
+    assert measured_pace(replace(COUNTED, bytes_cached=1000), 4, 100).load is None
 
 
 def test_what_a_run_does_not_show_stays_known(tmp_path: Path) -> None:
-    remember(tmp_path, "auto", False, Pace(0.1, 0.2, 0.3, None, 1.5))
-    path = remember(tmp_path, "auto", False, Pace(layer=0.4, prompt=2.0))
-    found = pace_of(tmp_path, "auto", False)
+    remember(tmp_path, "auto", Access.PAGE_CACHE, Pace(0.1, 0.2, 0.3, None, 1.5))
+    path = remember(tmp_path, "auto", Access.PAGE_CACHE, Pace(layer=0.4, prompt=2.0))
+    found = pace_of(tmp_path, "auto", Access.PAGE_CACHE)
     assert (found.expert, found.load) == (0.2, 0.3)
     assert (found.layer, found.prompt) == pytest.approx((0.2, 3.0**0.5)), "half way, as one run may have been disturbed"
     path.write_text(path.read_text().replace('"load"', '"lode"'))
-    assert pace_of(tmp_path, "auto", False) == UNKNOWN, "half of it is nothing"
+    assert pace_of(tmp_path, "auto", Access.PAGE_CACHE).expert is None, "half of it is nothing"
 
 
 def test_what_a_first_pass_takes_once_is_no_rate() -> None:
@@ -112,16 +129,16 @@ def test_a_run_that_compiled_kernels_is_not_averaged_with_later_ones() -> None:
 def test_a_busy_machine_does_not_change_what_a_quiet_one_has_shown(tmp_path: Path) -> None:
     """Would catch 107 ms a token forecast where 32 came, because a run before had waited for most of its time."""
     busy, quiet = LastRun(1.0, 1.0, 0.7), LastRun(1.0, 1.0, 0.1)
-    remember(tmp_path, "auto", False, Pace(layer=8.0, expert=8.0), busy)
-    assert pace_of(tmp_path, "auto", False) == Pace(layer=8.0, expert=8.0), "better than nothing"
-    remember(tmp_path, "auto", False, Pace(layer=2.0), busy)
-    assert pace_of(tmp_path, "auto", False).layer == pytest.approx(4.0)
-    remember(tmp_path, "auto", False, Pace(layer=1.0), quiet)
-    assert pace_of(tmp_path, "auto", False) == Pace(layer=1.0, expert=8.0), "the quiet run's own"
-    remember(tmp_path, "auto", False, Pace(layer=9.0, load=3.0), busy)
-    assert pace_of(tmp_path, "auto", False) == Pace(layer=1.0, expert=8.0, load=3.0)
-    remember(tmp_path, "auto", False, Pace(layer=4.0), quiet)
-    assert pace_of(tmp_path, "auto", False).layer == pytest.approx(2.0)
+    remember(tmp_path, "auto", Access.PAGE_CACHE, Pace(layer=8.0, expert=8.0), busy)
+    assert pace_of(tmp_path, "auto", Access.PAGE_CACHE) == Pace(layer=8.0, expert=8.0), "better than nothing"
+    remember(tmp_path, "auto", Access.PAGE_CACHE, Pace(layer=2.0), busy)
+    assert pace_of(tmp_path, "auto", Access.PAGE_CACHE).layer == pytest.approx(4.0)
+    remember(tmp_path, "auto", Access.PAGE_CACHE, Pace(layer=1.0), quiet)
+    assert pace_of(tmp_path, "auto", Access.PAGE_CACHE) == Pace(layer=1.0, expert=8.0), "the quiet run's own"
+    remember(tmp_path, "auto", Access.PAGE_CACHE, Pace(layer=9.0, load=3.0), busy)
+    assert pace_of(tmp_path, "auto", Access.PAGE_CACHE) == Pace(layer=1.0, expert=8.0, load=3.0)
+    remember(tmp_path, "auto", Access.PAGE_CACHE, Pace(layer=4.0), quiet)
+    assert pace_of(tmp_path, "auto", Access.PAGE_CACHE).layer == pytest.approx(2.0)
 
 
 def test_what_is_learned_of_prompts_is_bounded() -> None:
@@ -131,11 +148,11 @@ def test_what_is_learned_of_prompts_is_bounded() -> None:
 
 
 def test_how_the_last_run_went(tmp_path: Path) -> None:
-    assert last_run_of(tmp_path, "auto", False) is None
+    assert last_run_of(tmp_path, "auto", Access.PAGE_CACHE) is None
     for last in (LastRun(3.0, 1.0), LastRun(1.2, 0.9, 0.1)):
-        remember(tmp_path, "auto", False, Pace(layer=0.1), last)
-        assert last_run_of(tmp_path, "auto", False) == last, "the last one, not a mean"
-    assert last_run_of(tmp_path, "auto", True) is last_run_of(tmp_path, "int4", False) is None
+        remember(tmp_path, "auto", Access.PAGE_CACHE, Pace(layer=0.1), last)
+        assert last_run_of(tmp_path, "auto", Access.PAGE_CACHE) == last, "the last one, not a mean"
+    assert last_run_of(tmp_path, "auto", Access.DIRECT) is last_run_of(tmp_path, "int4", Access.PAGE_CACHE) is None
 
 
 @pytest.mark.parametrize(
@@ -158,9 +175,9 @@ def test_doubts(last: LastRun, words: list[str]) -> None:
 def test_a_run_without_a_forecast_leaves_the_comparison_that_is_stored(tmp_path: Path) -> None:
     """Such as a server: would catch a warning that vanishes, and times of a busy machine that count."""
     compared = LastRun(2.4, 0.4, 0.0)
-    remember(tmp_path, "auto", False, Pace(layer=1.0), compared)
-    remember(tmp_path, "auto", False, Pace(layer=8.0), waited=0.5)
-    assert last_run_of(tmp_path, "auto", False) == compared
-    assert pace_of(tmp_path, "auto", False).layer == 1.0
-    remember(tmp_path, "auto", False, Pace(layer=4.0), waited=0.0)
-    assert pace_of(tmp_path, "auto", False).layer == 2.0
+    remember(tmp_path, "auto", Access.PAGE_CACHE, Pace(layer=1.0), compared)
+    remember(tmp_path, "auto", Access.PAGE_CACHE, Pace(layer=8.0), waited=0.5)
+    assert last_run_of(tmp_path, "auto", Access.PAGE_CACHE) == compared
+    assert pace_of(tmp_path, "auto", Access.PAGE_CACHE).layer == 1.0
+    remember(tmp_path, "auto", Access.PAGE_CACHE, Pace(layer=4.0), waited=0.0)
+    assert pace_of(tmp_path, "auto", Access.PAGE_CACHE).layer == 2.0

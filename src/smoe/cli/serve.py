@@ -349,7 +349,7 @@ def _serve(
 def _store_pace(serving: Serving, place: Path) -> None:
     """Store the times that the server has measured while it decoded one text alone, for the next forecast. `place`: the
     model's path."""
-    from smoe.report.pace import UNKNOWN, is_forecast, measured_pace, remember
+    from smoe.report.pace import UNKNOWN, access_of, is_forecast, measured_pace, remember
 
     engine = serving.engine
     if not is_forecast(engine) or engine.config.has_low:
@@ -357,8 +357,8 @@ def _store_pace(serving: Serving, place: Path) -> None:
     pace = measured_pace(serving.counters_of_one_text, len(engine.store.layers), engine.store.expert_bytes)
     if pace != UNKNOWN:
         with suppress(OSError):  # the next forecast is then based on earlier runs
-            is_direct = engine.config.direct_io == "on"
-            remember(place, engine.config.precision, is_direct, pace, waited=serving.waited_share)
+            access = access_of(engine.ledger, engine.config.direct_io == "on")
+            remember(place, engine.config.precision, access, pace, waited=serving.waited_share)
 
 
 def _with_libraries(model: str, settings: EngineConfig, note: Callable[[str], None]) -> EngineConfig:

@@ -115,7 +115,7 @@ def described(engine: Engine) -> list[str]:
     """Return lines that say how an engine divides its memory budget, and why some of its settings have their values."""
     ledger = engine.ledger
     lines = [describe(ledger, engine.budget_reason, engine.config.keeps_experts)]
-    if ledger.cache_slots < ledger.demand.total_experts:
+    if not ledger.holds_all:
         lines.append(division(ledger, engine.context_tokens, engine.config))
     if engine.config.images:
         encoder = format_bytes(ledger.demand.image_encoder_bytes)
@@ -168,7 +168,7 @@ def describe(ledger: Ledger, reason: str, keeps_experts: bool = True) -> str:
     """Return the division of the memory budget in one line. `keeps_experts`: whether this machine holds experts while
     workers are connected."""
     experts = ledger.demand.total_experts
-    if keeps_experts and ledger.cache_slots >= experts:
+    if keeps_experts and ledger.holds_all:
         origin = "" if reason == WHOLE_FITS else f" (budget {format_bytes(ledger.budget_bytes)}, {reason})"
         return f"the whole model fits in {format_bytes(ledger.total_bytes)}{origin}, all {experts} experts resident"
     experts_text = ledger.residents if keeps_experts else ledger.spare

@@ -45,7 +45,7 @@ def decode_steps(traces: Sequence[Sequence[Routing]], spec: ModelSpec) -> int:
 def ledger_of_cache(spec: ModelSpec, config: EngineConfig) -> Ledger:
     """Return the ledger that an engine with this configuration would have. Raise `ConfigError` if every expert fits."""
     ledger, _ = make_ledger(spec, config, choose_device(config))
-    if ledger.cache_slots >= ledger.demand.total_experts:
+    if ledger.holds_all:
         raise ConfigError(
             f"all {ledger.cache_slots} experts fit in memory, so no expert is ever evicted; give less `memory`, or a "
             "share such as `resident_share=0.4`",

@@ -267,7 +267,7 @@ def tokens_of(length: int, kinds: Sequence[str]) -> int:
 
 
 def _check(engine: Engine, tokens: int) -> None:
-    if engine.ledger.cache_slots >= engine.ledger.demand.total_experts:
+    if engine.ledger.holds_all:
         raise ConfigError(
             "every expert fits in memory, so no expert is prefetched or evicted; give less `memory`, or a share "
             "such as `resident_share=0.4`",

@@ -285,7 +285,7 @@ def _rate(tokens: Sequence[tuple[float, Counters]]) -> float | None:
 def _depends_on_disk(engine: Engine) -> bool:
     """Return whether waiting for experts means waiting for the disk. Experts come from elsewhere if the device has a
     link, and there is no waiting if every expert is resident."""
-    is_all_here = engine.ledger.cache_slots >= engine.ledger.demand.total_experts
+    is_all_here = engine.ledger.holds_all
     return engine.executor.device.type == "cpu" and not engine.pacing.is_emulated and not is_all_here
 
 

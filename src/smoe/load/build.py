@@ -153,6 +153,7 @@ def _engine(resolved: Resolved, divided: Divided, parts: EngineParts, executor: 
         store=store,
         arena=parts.arena,
         transfers=parts.transfers,
+        filler=parts.tiers.filler,
         passes=passes,
         reserve=reserve,
         rotary=RotaryLengths(parts.model),
@@ -240,7 +241,7 @@ def _is_preloaded(config: EngineConfig, ledger: Ledger, pacing: Pacing) -> bool:
 
 def _fits_whole(config: EngineConfig, ledger: Ledger, pacing: Pacing) -> bool:
     """Return whether the slots can hold all experts, so that every expert stays in memory once it has been loaded."""
-    return ledger.cache_slots >= ledger.demand.total_experts and not pacing.is_emulated and config.keeps_experts
+    return ledger.holds_all and not pacing.is_emulated and config.keeps_experts
 
 
 def _is_on_trial(config: EngineConfig) -> bool:

@@ -42,6 +42,6 @@ def filling_when_idle(place: Path, engine: Engine) -> Iterator[None]:
         yield
     finally:
         ledger, experts = engine.ledger, engine.residents()
-        if experts and engine.is_on_this_cpu and ledger.cache_slots < ledger.demand.total_experts:
+        if experts and engine.is_on_this_cpu and not ledger.holds_all:
             with suppress(OSError):  # the next run then fills its slots in another order
                 LastResidents(tuple(experts)).store(place)

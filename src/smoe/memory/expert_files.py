@@ -176,6 +176,8 @@ class DiskReader:
         self._wants_direct = direct
         self._is_cached_first = cached_first
         self._cached: dict[Path, CachedFile] = {}
+        self.cached_bytes = 0
+        """The number of bytes that were copied from the page cache although reads are direct."""
         self._opening = opened or opening()
         self._lock = threading.Lock()
         self._files: dict[Path, ExpertFile] = {}
@@ -285,7 +287,13 @@ class DiskReader:
     def _cached_bytes(self, path: Path, buffer: memoryview, offset: int) -> int:
         """Read from the page cache, if the whole range is there. Return the number of bytes, 0 otherwise."""
         cached = self._cached.get(path)
-        return cached.read_into(buffer, offset) if cached is not None and cached.is_useful else 0
+        if cached is None or not cached.is_useful:
+            return 0
+        came = cached.read_into(buffer, offset)
+        if came:
+            with self._lock:
+                self.cached_bytes += came
+        return came
 
     def _pread(self, file: ExpertFile, buffer: memoryview, offset: int) -> int:
         return _insistently(lambda: file.read_into(buffer, offset))

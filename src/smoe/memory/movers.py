@@ -51,6 +51,11 @@ class Filler:
         self._staging_bytes = max(store.staging_buffer_bytes for store in stores.values())
         reader.expect({path: identity for store in stores.values() for path, identity in store.identities().items()})
 
+    @property
+    def cached_bytes(self) -> int:
+        """The number of bytes that were copied from the page cache although reads are direct."""
+        return self._reader.cached_bytes
+
     def fill(self, key: ExpertKey, buffer: memoryview, between: Callable[[], None] | None) -> int:
         """Read an expert into the buffer, and return the number of bytes read from disk. `between` is called between
         two chunks.

@@ -316,6 +316,11 @@ class Ledger:
         return self.cache_slots / self.demand.total_experts
 
     @property
+    def holds_all(self) -> bool:
+        """Whether all routed experts fit in the cache slots."""
+        return self.cache_slots >= self.demand.total_experts
+
+    @property
     def residents(self) -> str:
         """A phrase for people: how many experts fit in the cache slots, always and while the reserved memory is
         unused."""

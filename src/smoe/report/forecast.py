@@ -43,6 +43,7 @@ from smoe.policy.budget import Demand, Ledger, allocate, full_bytes, minimum_byt
 from smoe.policy.registry import DRAFT
 from smoe.report.machine_for import files_of, machine_for, pace_for, rates_for, reads_past_cache
 from smoe.report.outlook import Case, Outlook, Subject, outlook_of, preset_of
+from smoe.report.pace import access_of
 from smoe.report.remarks import moved_per_token, of_earlier_runs, of_machine
 from smoe.units import identifier
 
@@ -279,10 +280,11 @@ def survey_of(model: str, config: EngineConfig, revision: str | None) -> Survey:
     machine, subject = machine_for(rates, device, profile, is_direct, spec), None
     if machine is not None:
         guess = functools.partial(predictor_name, device=device)
-        pace = functools.partial(pace_for, checkpoint, device, is_direct, is_emulated)
-        subject = Subject(model, checkpoint, spec, config, machine, spec.dense_bytes_read, guess, pace, unlearned)
+        pace = functools.partial(pace_for, checkpoint, device, is_emulated)
+        dense = spec.dense_bytes_read
+        subject = Subject(model, checkpoint, spec, config, machine, dense, guess, pace, is_direct, unlearned)
         if device.type == "cpu" and not is_emulated:
-            decided = [*decided, *of_earlier_runs(checkpoint.place, spec.precision, is_direct)]
+            decided = [*decided, *of_earlier_runs(checkpoint.place, spec.precision, access_of(ledger, is_direct))]
     is_estimate = store is None and spec.precision == "auto"
     return Survey(spec, ledger, reason, outside, rates, device, is_emulated, is_estimate, decided, subject)
 

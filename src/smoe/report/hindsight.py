@@ -29,6 +29,7 @@ from smoe.report.pace import (
     UNKNOWN,
     LastRun,
     Pace,
+    access_of,
     is_forecast,
     measured_pace,
     of_prompt,
@@ -77,19 +78,20 @@ def look_back(model: PreTrainedModel, generation: Generation, place: Path, layer
         return None
     spec = read_spec(str(place), engine.config)
     is_direct = engine.config.direct_io == "on"  # settled when the model was loaded
-    pace = pace_for(checkpoint_at(place), _CPU, is_direct, False, spec.precision)
+    access = access_of(engine.ledger, is_direct)
+    pace = pace_for(checkpoint_at(place), _CPU, False, spec.precision, access)
     run = _simulated(engine, spec, place, pace, generation.prompt_tokens, is_direct)
     if run is None:
         return None
     longer = max(1.0, generation.prompt_tokens / _LONGEST_PROMPT)  # than what is simulated: in so many pieces
     first = run.ttft_seconds * longer + (pace.first_pass or 0.0)
-    found = Foretold(run.seconds_per_token, first, pace.layer is not None)
+    found = Foretold(run.seconds_per_token, first, pace.expert is not None)
     shown = shown_by(engine, generation.later_counters, generation.prompt_tokens)
     shown = shown.after(_prompt_shown(generation, run, pace, layers))
     if engine.config.has_low:  # the mean time of full and low-precision copies is the time of neither
         return found
     with suppress(OSError):  # the result does not depend on it
-        remember(place, spec.precision, is_direct, shown, _beside(generation, found))
+        remember(place, spec.precision, access, shown, _beside(generation, found))
     return found
 
 

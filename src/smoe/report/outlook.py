@@ -33,7 +33,7 @@ from smoe.report.on_clock import (
     simulate,
     work_of,
 )
-from smoe.report.pace import UNTAUGHT_SPEEDS, Pace
+from smoe.report.pace import UNTAUGHT_SPEEDS, Access, Pace, access_of
 from smoe.simulator.synthetic import LEAST_REPETITIVE, MOST_REPETITIVE, SAYS, TYPICAL
 from smoe.units import identifier, plain_span, size_to_type
 
@@ -173,8 +173,10 @@ class Subject:
     """Bytes of non-expert weights that a step reads."""
     predictor_of: Callable[[ModelSpec, EngineConfig], str]
     """A function that returns the name of the predictor that decoding uses."""
-    pace_of: Callable[[str], Pace]
-    """A function that returns the times measured in earlier runs, for a precision."""
+    pace_of: Callable[[str, Access], Pace]
+    """A function that returns the times measured in earlier runs, for a precision and an access to experts."""
+    is_direct: bool = False
+    """Whether loads read past the page cache."""
     unlearned: tuple[str, ...] = ()
     """Messages about values that the settings need and that have not been learned for the model."""
 
@@ -185,7 +187,7 @@ class Subject:
         missing = [*self._packs(), *self.unlearned, *missing]
         work = work_of(self.spec, self.dense_bytes)
         predictor = self.predictor_of(self.spec, known.config)
-        pace = self.pace_of(self.spec.precision)
+        pace = self.pace_of(self.spec.precision, access_of(ledger, self.is_direct))
         unsettled = Scene(
             work, self.machine, ledger, known.config, predictor, known.prices, pace=pace, is_compared=is_compared
         )
@@ -199,7 +201,7 @@ class Subject:
             config.lossy,
             missing,
             run,
-            pace.layer is not None,
+            pace.expert is not None,
             pace.first_pass,
         )
         return case, scene

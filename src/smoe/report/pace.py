@@ -8,12 +8,14 @@ user's cache.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smoe.machine.measure import describe_machine
 from smoe.machine.processor import BUSY_SHARE
 from smoe.metrics import Counters
+from smoe.policy.budget import Ledger
 from smoe.policy.registry import DRAFT
 from smoe.user_cache import StoredValue
 
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 LEAST_STEPS = 16
 """The smallest number of decode steps of a run whose times are stored."""
 _LEAST_LOADS = 16
+_MOST_CACHED = 0.05
+"""The largest fraction of the bytes that a run may have copied from the page cache, so that the time of its loads is
+that of reads from the disk."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,8 @@ class Pace:
     prompt: float | None = None
     """The measured time of computing a prompt, after the first pass, divided by the forecast time; within
     `PROMPT_FACTORS`."""
+    reading: float | None = None
+    """The fraction of the time in which experts were read."""
     first_pass: float | None = None
     """Additional seconds that a process's first pass takes, whatever the prompt, because kernels are compiled and
     memory is used for the first time. At most `MOST_FIRST_PASS`."""
@@ -66,7 +73,9 @@ _COMPILED = 2.0
 
 
 def _between(before: float | None, now: float) -> float:
-    return now if before is None else (before * now) ** 0.5
+    if before is None:
+        return now
+    return (before * now) ** 0.5 if before and now else (before + now) / 2
 
 
 PROMPT_FACTORS = (1 / 8, 8.0)
@@ -172,43 +181,80 @@ def measured_pace(decode: Counters, layers: int, expert_bytes: int) -> Pace:
     if passes < LEAST_STEPS or not uses:
         return UNKNOWN
     loads = min(float(decode.loads + decode.prefetches), decode.bytes_read / expert_bytes)  # some were cancelled
-    of_layers = crowded(decode.read_busy_seconds / decode.forward_seconds)
+    has_load = loads >= _LEAST_LOADS and decode.bytes_cached <= _MOST_CACHED * decode.bytes_read
+    reading = decode.read_busy_seconds / decode.forward_seconds
     alone = uses - decode.decode_hits
     return Pace(
-        layer=(decode.dense_seconds + decode.plan_seconds) / (passes * layers * of_layers),
+        layer=(decode.dense_seconds + decode.plan_seconds) / (passes * layers * crowded(reading)),
         expert=decode.compute_seconds / (uses + (ALONE - 1) * alone),
-        load=decode.read_busy_seconds / loads if loads >= _LEAST_LOADS else None,
+        load=decode.read_busy_seconds / loads if has_load else None,
+        reading=reading,
     )
 
 
-def pace_of(folder: Path, precision: str, is_direct: bool) -> Pace:
-    """Return the stored times of the model in `folder` with experts in `precision`. `is_direct`: whether experts are
-    read past the page cache. What was only measured in runs that read experts the other way is the same, except the
-    time of a load."""
-    own, other = (_measured(folder, precision, way) for way in (is_direct, not is_direct))
-    lacking = {name: value for name, value in vars(other).items() if getattr(own, name) is None and name != "load"}
-    return replace(own, **lacking)
+class Access(Enum):
+    """How runs get experts that are not in memory."""
+
+    DIRECT = "direct"
+    """Reads past the page cache."""
+    PAGE_CACHE = "page cache"
+    """Copies from the page cache, which holds the whole model."""
+    NONE = "in memory"
+    """All experts are in memory."""
 
 
-def loads_other_way(folder: Path, precision: str, is_direct: bool) -> bool:
+def access_of(ledger: Ledger, is_direct: bool) -> Access:
+    """Return how a run with this memory budget gets missing experts. `is_direct`: whether reads bypass the page
+    cache."""
+    if ledger.holds_all:
+        return Access.NONE
+    return Access.DIRECT if is_direct else Access.PAGE_CACHE
+
+
+def pace_of(folder: Path, precision: str, access: Access) -> Pace:
+    """Return the stored times of the model in `folder` with experts in `precision`. What was only measured in runs with
+    another access is the same, except the time of a load. Where all experts are in memory, no read slows an expert. The
+    time of a layer without its experts is that of any precision."""
+    others = [each for each in (Access.DIRECT, Access.PAGE_CACHE, Access.NONE) if each is not access]
+    own, first, second = (_measured(folder, precision, each) for each in (access, *others))
+    found = replace(first.completed_by(second), load=None)
+    if access is Access.NONE and found.expert is not None:
+        found = replace(found, expert=found.expert / crowded(found.reading or 0.0), reading=None)
+    return own.completed_by(found).completed_by(Pace(layer=_layer_of_any_precision(folder)))
+
+
+def _layer_of_any_precision(folder: Path) -> float | None:
+    """Return the time of a layer that was measured last on this processor, with experts in any precision."""
+    processor = describe_machine()["processor"]
+    for key, entry in reversed(_entries(folder).items()):
+        if key.startswith(f"{processor}, ") and isinstance(entry.get("pace", {}).get("layer"), float):
+            layer: float = entry["pace"]["layer"]
+            return layer
+    return None
+
+
+def loads_other_way(folder: Path, precision: str, access: Access) -> bool:
     """Return whether loads were measured only in runs that read experts the other way."""
-    own, other = (_measured(folder, precision, way) for way in (is_direct, not is_direct))
+    ways = {Access.DIRECT: Access.PAGE_CACHE, Access.PAGE_CACHE: Access.DIRECT}
+    if access not in ways:
+        return False
+    own, other = (_measured(folder, precision, each) for each in (access, ways[access]))
     return own.load is None and other.load is not None
 
 
-def _measured(folder: Path, precision: str, is_direct: bool) -> Pace:
-    """Return the times of the runs that have read experts in this way."""
+def _measured(folder: Path, precision: str, access: Access) -> Pace:
+    """Return the times of the runs with this access to experts."""
     try:
-        stored = _entries(folder)[_key(precision, is_direct)]["pace"]
+        stored = _entries(folder)[_key(precision, access)]["pace"]
         return Pace(**{field.name: stored[field.name] for field in fields(Pace)})
     except (KeyError, TypeError):
         return UNKNOWN
 
 
-def last_run_of(folder: Path, precision: str, is_direct: bool) -> LastRun | None:
+def last_run_of(folder: Path, precision: str, access: Access) -> LastRun | None:
     """Return the comparison of the last run of the model in `folder` with its forecast; None if no run is stored."""
     try:
-        return LastRun(**_entries(folder)[_key(precision, is_direct)]["last_run"])
+        return LastRun(**_entries(folder)[_key(precision, access)]["last_run"])
     except (KeyError, TypeError):
         return None
 
@@ -216,7 +262,7 @@ def last_run_of(folder: Path, precision: str, is_direct: bool) -> LastRun | None
 def remember(
     folder: Path,
     precision: str,
-    is_direct: bool,
+    access: Access,
     pace: Pace,
     last: LastRun | None = None,
     waited: float | None = None,
@@ -227,7 +273,7 @@ def remember(
     of the run with its forecast. Without one the comparison that is stored stays, and `waited` is the share of the
     run's time in which its thread waited for a core.
     """
-    entries, key, known = _entries(folder), _key(precision, is_direct), _measured(folder, precision, is_direct)
+    entries, key, known = _entries(folder), _key(precision, access), _measured(folder, precision, access)
     was_disturbed = key in entries and bool(entries[key].get("is_disturbed"))
     is_disturbed = _is_disturbed(waited if last is None else last.waited)
     if known != UNKNOWN and is_disturbed and not was_disturbed:
@@ -254,7 +300,7 @@ class _Runs(StoredValue):
     """What runs of one model have measured."""
 
     kind = "pace"
-    version = 2
+    version = 3
 
     entries: dict[str, Any]
     """The times and the last run, by the conditions of the runs (`_key`)."""
@@ -272,7 +318,6 @@ def _entries(folder: Path) -> dict[str, Any]:
     return {} if found is None else found.entries
 
 
-def _key(precision: str, is_direct: bool) -> str:
-    """Return the key under which the times of a model are stored: processor, precision, and whether reads bypass the
-    page cache."""
-    return f"{describe_machine()['processor']}, {precision}, {'direct' if is_direct else 'page cache'}"
+def _key(precision: str, access: Access) -> str:
+    """Return the key under which the times of a model are stored: processor, precision, and access to experts."""
+    return f"{describe_machine()['processor']}, {precision}, {access.value}"

@@ -7,7 +7,7 @@ from pathlib import Path
 from smoe.machine.floor import Rates
 from smoe.machine.measure import load_profile
 from smoe.machine.processor import BUSY_SHARE, waited_share
-from smoe.report.pace import last_run_of, loads_other_way, pace_of
+from smoe.report.pace import Access, last_run_of, loads_other_way, pace_of
 from smoe.simulator.synthetic import SAYS
 
 _UNTAUGHT = (
@@ -56,14 +56,14 @@ def of_machine(rates: Rates, is_emulated: bool) -> list[str]:
     return [*busy, *remarks, figures]
 
 
-def of_earlier_runs(place: Path, precision: str, is_direct: bool) -> list[str]:
-    """Return remarks about earlier runs of the model in `place` on this machine. `is_direct`: whether the forecast run
-    reads experts past the page cache."""
-    known, last = pace_of(place, precision, is_direct), last_run_of(place, precision, is_direct)
-    if known.layer is None:
+def of_earlier_runs(place: Path, precision: str, access: Access) -> list[str]:
+    """Return remarks about earlier runs of the model in `place` on this machine. `access`: that of the forecast run."""
+    known, last = pace_of(place, precision, access), last_run_of(place, precision, access)
+    if known.expert is None:
         return [_UNTAUGHT.format(precision)]
     skewed = ["the simulated routing uses experts as unevenly as those runs did"] if known.skew is not None else []
     loads = []
-    if loads_other_way(place, precision, is_direct):
+    if loads_other_way(place, precision, access):
+        is_direct = access is Access.DIRECT
         loads.append(_OTHER_LOADS.format(*(("disk", _CACHE, _DISK) if is_direct else ("memory", _DISK, _CACHE))))
     return [_TAUGHT.format(precision), *loads, *skewed, *([] if last is None else last.doubts())]

@@ -198,7 +198,7 @@ def report_on(generation: Generation, model: PreTrainedModel, rates: Rates | Non
         process=process,
         workers=None if cluster is None else cluster.described(),
         lost_workers=() if cluster is None else cluster.lost(),
-        all_fit=engine.ledger.cache_slots >= engine.ledger.demand.total_experts,
+        all_fit=engine.ledger.holds_all,
         draft=None if cluster is None else cluster.draft,
     )
 

@@ -20,6 +20,7 @@ from smoe.config import SETTINGS, EngineConfig
 from smoe.errors import ConfigError
 from smoe.expert import EXACT
 from smoe.memory.arena import GIVES_BACK, Arena
+from smoe.memory.movers import Filler
 from smoe.memory.pacing import Pacing
 from smoe.memory.reading_threads import Transfers
 from smoe.memory.store import ExpertStore
@@ -57,6 +58,7 @@ class Engine:
         store: ExpertStore,
         arena: Arena,
         transfers: Transfers,
+        filler: Filler,
         passes: Passes,
         reserve: Reserve,
         rotary: RotaryLengths,
@@ -92,7 +94,7 @@ class Engine:
         """When the model's kernels and experts were tested: "now", when it was loaded, or "earlier", when the same
         files were first loaded in the same way (`EngineConfig.self_test`)."""
         self._threads = torch.get_num_threads()
-        self._arena, self._transfers, self._reserve = arena, transfers, reserve
+        self._arena, self._transfers, self._filler, self._reserve = arena, transfers, filler, reserve
         self._process = os.getpid()
         self._is_closed = False
         self._dense_bytes = dense_bytes
@@ -110,7 +112,7 @@ class Engine:
         """Return counters of all work since the engine was made. The difference of two results describes the interval
         between them."""
         counters = self.executor.counters.copy()
-        counters.bytes_read = self._transfers.bytes_read
+        counters.bytes_read, counters.bytes_cached = self._transfers.bytes_read, self._filler.cached_bytes
         counters.read_busy_seconds = self._transfers.busy_seconds
         compute = self.executor.compute
         counters.host_seconds = sum(unit.busy_seconds for unit in compute.units.values())
