@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,7 @@ from smoe.report.pace import (
     Access,
     LastRun,
     Pace,
+    access_of,
     crowded,
     last_run_of,
     loads_other_way,
@@ -89,6 +92,13 @@ def test_with_all_experts_in_memory_no_read_slows_them(tmp_path: Path) -> None:
     assert pace_of(tmp_path, "auto", Access.NONE) == Pace(0.05, 0.06, None, reading=0.0)
     assert pace_of(tmp_path, "auto", Access.DIRECT) == Pace(0.1, 0.16, 0.3, reading=1.0)
     assert not loads_other_way(tmp_path, "auto", Access.NONE)
+
+
+def test_a_run_that_ended_before_all_experts_were_read_is_one_that_reads() -> None:
+    ledger: Any = SimpleNamespace(holds_all=True)
+    assert access_of(ledger, True) is access_of(ledger, True, Pace(reading=0.01)) is Access.NONE
+    assert access_of(ledger, True, Pace(reading=0.5)) is Access.DIRECT
+    assert access_of(ledger, False, Pace(reading=0.5)) is Access.PAGE_CACHE
 
 
 def test_loads_from_the_page_cache_are_not_those_of_the_disk() -> None:

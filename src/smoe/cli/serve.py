@@ -357,7 +357,7 @@ def _store_pace(serving: Serving, place: Path) -> None:
     pace = measured_pace(serving.counters_of_one_text, len(engine.store.layers), engine.store.expert_bytes)
     if pace != UNKNOWN:
         with suppress(OSError):  # the next forecast is then based on earlier runs
-            access = access_of(engine.ledger, engine.config.direct_io == "on")
+            access = access_of(engine.ledger, engine.config.direct_io == "on", pace)
             remember(place, engine.config.precision, access, pace, waited=serving.waited_share)
 
 

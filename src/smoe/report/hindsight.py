@@ -91,7 +91,8 @@ def look_back(model: PreTrainedModel, generation: Generation, place: Path, layer
     if engine.config.has_low:  # the mean time of full and low-precision copies is the time of neither
         return found
     with suppress(OSError):  # the result does not depend on it
-        remember(place, spec.precision, access, shown, _beside(generation, found))
+        ran = access_of(engine.ledger, is_direct, shown)
+        remember(place, spec.precision, ran, shown, _beside(generation, found))
     return found
 
 

@@ -22,6 +22,8 @@ from smoe.user_cache import StoredValue
 if TYPE_CHECKING:
     from smoe.runtime.engine import Engine
 
+_LEAST_READING = 0.05
+"""The fraction of the time in which experts are read at least, in a run that does not have all of them in memory."""
 LEAST_STEPS = 16
 """The smallest number of decode steps of a run whose times are stored."""
 _LEAST_LOADS = 16
@@ -203,10 +205,10 @@ class Access(Enum):
     """All experts are in memory."""
 
 
-def access_of(ledger: Ledger, is_direct: bool) -> Access:
-    """Return how a run with this memory budget gets missing experts. `is_direct`: whether reads bypass the page
-    cache."""
-    if ledger.holds_all:
+def access_of(ledger: Ledger, is_direct: bool, measured: Pace = UNKNOWN) -> Access:
+    """Return how a run with this memory budget gets missing experts. `is_direct`: whether reads bypass the page cache.
+    `measured`: the times of the run, which may have ended before all experts were in memory."""
+    if ledger.holds_all and (measured.reading or 0.0) <= _LEAST_READING:
         return Access.NONE
     return Access.DIRECT if is_direct else Access.PAGE_CACHE
 
