@@ -3,7 +3,7 @@ forecast of `smoe plan` before each of them.
 
     python -m bench.whole_size.commands FILE.gguf --limit 8GiB 12GiB --rounds 2 [--isa avx2]
 
-For each limit and round, `plan`, `generate` with a prompt of some 130 tokens, `chat` with the same message, and `serve`
+For each limit and round, `plan`, `generate` with a prompt of some 120 tokens, `chat` with the same message, and `serve`
 (with the short prompt of `starts.py`) run one after the other. The file is dropped from the page cache before each of
 them. Rounds after the first one show second starts, and forecasts that earlier runs have calibrated.
 """
@@ -26,7 +26,7 @@ from bench.whole_size.starts import PROMPT, conditions, environment, one_start, 
 from smoe.units import parse_bytes
 
 TEXT = " ".join([PROMPT] * 6)
-"""The prompt: some 130 tokens."""
+"""The prompt: some 120 tokens."""
 _CHAT = re.compile(r"first token after ([\d.]+) (m?s).*?([\d.]+) tokens/s", re.DOTALL)
 _UNITS = {"s": 1.0, "ms": 1e-3}
 
