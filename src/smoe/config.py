@@ -407,7 +407,8 @@ class EngineConfig(PolicySettings):
         None,
         Switch(),
         "Read every expert in the background as soon as the model is loaded.",
-        left_out="true if the budget holds every expert; smoe serve and smoe chat also fill free memory while idle",
+        left_out="true if the budget holds every expert; smoe serve and smoe chat also fill free memory while idle "
+        "(false: they do not)",
     )
     """Whether every expert is read in the background once the model is loaded, after all other reads. None: only if the
     budget holds all experts; otherwise `smoe serve` and `smoe chat` fill free slots while they compute no text."""

@@ -6,6 +6,7 @@ process whose bits change.
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -68,7 +69,7 @@ def test_a_model_in_place_beside_one_that_is_not(
     expected = oracle.reference_steps(folder)
     ours: PreTrainedModel = oracle.reference(folder)
     layers = sum(kind == "linear_attention" for kind in ours.config.get_text_config().layer_types)
-    assert delta_rule.speed_up(ours, pool) == layers
+    delta_rule.speed_up(ours, pool)
     oracle.assert_same_steps(oracle.greedy(oracle.reference(folder)), expected)
     assert not tokens, "another model takes transformers' way"
     found = oracle.greedy(ours)
@@ -89,7 +90,7 @@ def test_a_failure_ends_it(pool: SpinningPool) -> None:
     module = Failing()
     Failing.__module__ = "transformers.models.qwen3_next.modeling_qwen3_next"
     importlib.import_module(Failing.__module__)
-    assert delta_rule.speed_up(module, pool) == 1
+    assert delta_rule.speed_up(module, pool) == 0, "it has no kernel"
     with pytest.raises(RuntimeError, match="today"):
         module()
     assert not delta_rule._running.is_fast
@@ -119,3 +120,23 @@ def test_one_kernel_computes_a_text(
     tokens.clear()
     ours.generate(torch.tensor([[1, 2, 3], [4, 5, 6]]), max_new_tokens=3, do_sample=False)
     assert not tokens
+
+
+def test_changed_modules_are_computed_by_transformers(
+    tmp_path: Path, pool: SpinningPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hook on the norm, and an adapter in place of the convolution, must count for every token."""
+    tokens: list[int] = []
+    attend = delta_token.attend
+    monkeypatch.setattr(delta_token, "attend", lambda *of: tokens.append(1) or attend(*of))
+    ours = oracle.reference(families.save("qwen3_5_moe_text", tmp_path, dtype=torch.bfloat16, **WIDE))
+    layers = [module for module in ours.modules() if hasattr(module, "A_log")]
+    assert delta_rule.speed_up(ours, pool) == len(layers) > 1
+    handle = layers[0].norm.register_forward_hook(lambda *of: None)
+    for layer in layers[1:]:
+        layer.conv1d = copy.deepcopy(layer.conv1d)
+    oracle.greedy(ours)
+    assert not tokens
+    handle.remove()
+    oracle.greedy(ours)
+    assert tokens, "the hook is gone"

@@ -113,4 +113,4 @@ def test_a_loaded_model_has_its_thresholds(
     assert (given.config.low_threshold, given.config.skip_threshold) == (0.25, 0.9)
     assert "low_threshold" not in given.reasons
     assert engine.describe()["low_slots"] == engine.ledger.low_slots > 0
-    assert f"and {engine.ledger.low_slots} low copies resident" in repr(engine)
+    assert f"and {engine.ledger.low_slots} low copies fit in memory" in repr(engine)

@@ -30,6 +30,7 @@ from smoe.report.pace import (
     of_prompt,
     pace_of,
     remember,
+    usable,
 )
 
 COUNTED = Counters(
@@ -94,11 +95,12 @@ def test_with_all_experts_in_memory_no_read_slows_them(tmp_path: Path) -> None:
     assert not loads_other_way(tmp_path, "auto", Access.NONE)
 
 
-def test_a_run_that_ended_before_all_experts_were_read_is_one_that_reads() -> None:
+def test_a_run_that_ended_before_all_experts_were_read_shows_nothing() -> None:
     ledger: Any = SimpleNamespace(holds_all=True)
-    assert access_of(ledger, True) is access_of(ledger, True, Pace(reading=0.01)) is Access.NONE
-    assert access_of(ledger, True, Pace(reading=0.5)) is Access.DIRECT
-    assert access_of(ledger, False, Pace(reading=0.5)) is Access.PAGE_CACHE
+    assert access_of(ledger, True) is access_of(ledger, False) is Access.NONE
+    still_reading = Pace(layer=1.0, reading=0.5)
+    assert usable(still_reading, Access.NONE) == UNKNOWN and usable(still_reading, Access.DIRECT) == still_reading
+    assert usable(Pace(layer=1.0, reading=0.01), Access.NONE).layer == 1.0
 
 
 def test_loads_from_the_page_cache_are_not_those_of_the_disk() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from transformers import PreTrainedModel
 
@@ -13,7 +14,7 @@ from smoe import from_pretrained
 from smoe.kernels.isa import widest
 from smoe.models.files import DEMO_FOLDER
 from smoe.presets import configure
-from smoe.report.verify import Report, reference_of, verify
+from smoe.report.verify import Report, _is_same_choice, reference_of, verify
 from tests import promised
 
 PATH = "model.layers.3.mlp.gate"
@@ -64,3 +65,40 @@ def test_experts_of_equal_scores_may_be_exchanged() -> None:
 def test_experts_of_other_scores_may_not() -> None:
     report = checked(with_other_experts)
     assert {(one.layer, one.part) for one in report.bad} == {(3, "mlp.gate"), (3, "mlp")}
+
+
+def with_one_expert_twice(model: PreTrainedModel) -> None:
+    def other(module: Any, args: Any, output: Any) -> Any:
+        logits, weights, index = output
+        return logits, weights, index[:, :1].expand_as(index)
+
+    model.get_submodule(PATH).register_forward_hook(other)
+
+
+def test_one_expert_twice_is_found_among_equal_scores_too() -> None:
+    def change(model: PreTrainedModel) -> None:
+        equal_scores(model)
+        with_one_expert_twice(model)
+
+    assert (3, "mlp.gate") in {(one.layer, one.part) for one in checked(change).bad}
+
+
+@pytest.mark.parametrize("index", [[[0, 4]], [[-1, 1]], [[1, 1]], [[2, 0]]])
+def test_choices_outside_and_of_lower_scores_are_others(index: list[list[int]]) -> None:
+    scores, theirs = torch.tensor([[3.0, 2.0, 1.0, 0.0]]), torch.tensor([[0, 1]])
+    pairs = [(scores, scores), (theirs, theirs)]
+    assert not _is_same_choice(torch.tensor(index), theirs, pairs, True)
+    near = torch.tensor([[3.0, 2.0, 1.999, 0.0]]).bfloat16()
+    assert _is_same_choice(torch.tensor([[0, 2]]), theirs, [(near, near), (theirs, theirs)], True)
+    assert not _is_same_choice(torch.tensor([[0, 2]]), theirs, [(near, near), (theirs, theirs)], False)
+
+
+def test_a_second_check_with_the_same_reference_is_as_good() -> None:
+    """Low-precision copies are checked after the model, with the same modules of the library."""
+    promised.needs(widest() is not None, promised.MACHINE_CODE)
+    config = configure(memory_bytes=24 << 20, kernels="own-order", context_tokens=64)
+    reference, ids = reference_of(str(DEMO_FOLDER), config, None, 8), torch.arange(8)[None]
+    model = from_pretrained("demo", memory="24MiB", kernels="own-order", context_tokens=64)
+    for _ in range(2):
+        assert verify(model, reference, ids, lambda _: None).bad == []
+    model.offload.close()

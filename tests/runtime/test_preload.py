@@ -20,6 +20,7 @@ from smoe.generation.sampling_settings import Sampling
 from smoe.machine.processor import reading_threads
 from smoe.memory.expert_files import DiskReader
 from smoe.memory.movers import Filler
+from smoe.memory.reading_threads import TicketState
 from smoe.server.first_pass import first_pass
 from tests import oracle
 from tests.generation.test_loop import NoText
@@ -138,6 +139,30 @@ def test_free_slots_are_filled_while_no_text_is_computed(toy: Callable[..., Path
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
     assert not engine.executor.arrivals.tickets, "nothing is read for later while a text is computed"
     table.check()
+
+
+def test_a_text_of_one_new_token_ends_the_filling_too(
+    toy: Callable[..., Path], open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its only pass is no prompt. Would catch gigabytes that are read while an answer is regenerated."""
+    model = open_model(toy("qwen3_moe"), "half", preload=None)
+    engine, queued = model.offload, list[int]()
+    engine.fill_when_idle([])
+    step = DecodeLoop.step
+    monkeypatch.setattr(
+        DecodeLoop,
+        "step",
+        lambda loop: queued.append(_queued(engine)) or step(loop),  # type: ignore[func-returns-value]
+    )
+    loop = DecodeLoop(model, NoText())
+    loop.hand_in(Request(range(1), Sampling(max_new_tokens=1, ignores_end=True), lambda what: None))
+    loop.run(until_idle=True)
+    assert queued[0] == 0
+
+
+def _queued(engine: Any) -> int:
+    tickets = engine.executor.arrivals.tickets.values()
+    return sum(ticket.state is TicketState.QUEUED for ticket in tickets)
 
 
 def test_a_loop_that_is_idle_fills_what_became_free(toy: Callable[..., Path], open_model: Open) -> None:

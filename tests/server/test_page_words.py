@@ -33,8 +33,8 @@ def said(module: str, code: str) -> Any:
 @pytest.mark.parametrize(
     ("most", "words"),
     [
-        (768, "293 of 768 always fit in memory, all while the text is short"),
-        (400, "293 of 768 always fit in memory, up to 400 while the text is short"),
+        (768, "293 of 768 always fit in memory, all until a long text needs the memory"),
+        (400, "293 of 768 always fit in memory, up to 400 until a long text needs the memory"),
         (293, "293 of 768 fit in memory"),
     ],
 )

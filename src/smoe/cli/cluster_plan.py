@@ -233,7 +233,7 @@ def _alone(found: ClusterOutlook, schedule: str) -> str:
     ratio = found.fastest(schedule).seconds_per_token / found.alone.run.seconds_per_token
     if ratio < 1.05:  # two digits would show 1
         return "the coordinator alone is as fast"
-    return f"the coordinator alone is {ratio:.2g} times as fast"
+    return f"the coordinator alone is {f'{ratio:.2g}' if ratio < 10 else f'{ratio:.0f}'} times as fast"
 
 
 def _waits(case: ClusterCase) -> str:

@@ -349,15 +349,16 @@ def _serve(
 def _store_pace(serving: Serving, place: Path) -> None:
     """Store the times that the server has measured while it decoded one text alone, for the next forecast. `place`: the
     model's path."""
-    from smoe.report.pace import UNKNOWN, access_of, is_forecast, measured_pace, remember
+    from smoe.report.pace import UNKNOWN, access_of, is_forecast, measured_pace, remember, usable
 
     engine = serving.engine
     if not is_forecast(engine) or engine.config.has_low:
         return
-    pace = measured_pace(serving.counters_of_one_text, len(engine.store.layers), engine.store.expert_bytes)
+    access = access_of(engine.ledger, engine.config.direct_io == "on")
+    measured = measured_pace(serving.counters_of_one_text, len(engine.store.layers), engine.store.expert_bytes)
+    pace = usable(measured, access)
     if pace != UNKNOWN:
         with suppress(OSError):  # the next forecast is then based on earlier runs
-            access = access_of(engine.ledger, engine.config.direct_io == "on", pace)
             remember(place, engine.config.precision, access, pace, waited=serving.waited_share)
 
 

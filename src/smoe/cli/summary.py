@@ -289,7 +289,7 @@ def _limit(report: RunReport) -> str:
     if report.floor is None or report.floor_share is None:
         return ""
     floor = format_seconds(report.floor.overlapped_seconds)
-    slowest = f"the slowest part would be the {report.floor.bound_by}: {floor} a token ({report.rates.source})"
+    slowest = f"at full speed the {report.floor.bound_by} would need most: {floor} a token ({report.rates.source})"
     if report.beats_rates:
         return (
             "this run was faster than the measured rates allow, for example by the processor's cache or on a quieter "

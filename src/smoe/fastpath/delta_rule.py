@@ -43,7 +43,7 @@ Rule = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 def speed_up(model: nn.Module, pool: SpinningPool) -> int:
     """Make modules with the gated delta rule compute single tokens in place, in a kernel on `pool` where it supports
-    them. Return the number of these modules."""
+    them. Return the number of modules with the kernel."""
     adopted = 0
     for module in model.modules():
         if hasattr(module, "A_log") and _stands_before(sys.modules[type(module).__module__]):
@@ -52,7 +52,7 @@ def speed_up(model: nn.Module, pool: SpinningPool) -> int:
             sizes = _sizes_of(module)
             if sizes is not None and delta_token.fits(sizes):
                 module.forward = _in_one_kernel(module, sizes, pool, module.forward)
-            adopted += 1
+                adopted += 1
     return adopted
 
 
@@ -72,24 +72,32 @@ def _sizes_of(module: Any) -> Sizes | None:
 
 def _in_one_kernel(module: Any, sizes: Sizes, pool: SpinningPool, library: Callable[..., Any]) -> Callable[..., Any]:
     """Return the `forward` of a module with the gated delta rule, which computes one token of one text in a kernel, and
-    everything else by `library`."""
+    everything else by `library`. The kernel computes nothing once a module within was replaced or has hooks."""
+    convolution, norm = module.conv1d, module.norm
+    hooks = [each for part in (convolution, norm) for each in (part._forward_hooks, part._forward_pre_hooks)]
 
     @functools.wraps(library)
     def forward(
         hidden_states: torch.Tensor, cache_params: Any = None, attention_mask: torch.Tensor | None = None, **kwargs: Any
     ) -> Any:
-        states = _states_of(module, hidden_states, cache_params, kwargs)
-        if states is None:
+        is_untouched = module.conv1d is convolution and module.norm is norm and not any(hooks)
+        states = _states_of(module, hidden_states, cache_params, kwargs) if is_untouched else None
+        mixed, z, gate, step = _projected(module, hidden_states) if states is not None else (hidden_states,) * 4
+        taps, weight = convolution.weight, norm.weight
+        if states is None or not _are_usual(mixed, z, taps, weight):
             return library(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)
-        mixed, z, gate, step = _projected(module, hidden_states)
         decay = torch.exp(-module.A_log.float().exp() * functional.softplus(step.float() + module.dt_bias))
         last, state = states
-        taps, norm = module.conv1d.weight, module.norm
-        given = mixed, last, taps, state, decay.view(-1), gate.sigmoid().float().view(-1), z, norm.weight
+        given = mixed, last, taps, state, decay.view(-1), gate.sigmoid().float().view(-1), z, weight
         found = delta_token.attend(pool, sizes, *given, norm.variance_epsilon)
         return module.out_proj(found.view(1, 1, -1))
 
     return forward
+
+
+def _are_usual(*numbers: torch.Tensor) -> bool:
+    """Return whether machine code can read all these numbers as bf16, one after the other."""
+    return all(each.dtype is torch.bfloat16 and each.is_contiguous() for each in numbers)
 
 
 def _states_of(

@@ -167,6 +167,7 @@ class DecodeLoop:
                     return
             with self._engine.passes.turn():
                 began, waited = self._engine.now(), waited_seconds() or 0.0
+                self._engine.pause_filling()
                 try:
                     while self._has_work:
                         self.step()

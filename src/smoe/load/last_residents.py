@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from smoe.errors import EngineStateError
 from smoe.runtime.engine import Engine
 from smoe.user_cache import StoredValue
 
@@ -35,13 +36,14 @@ class LastResidents(StoredValue):
 @contextmanager
 def filling_when_idle(place: Path, engine: Engine) -> Iterator[None]:
     """Fill free slots during the `with` block whenever no text is computed: first with the experts that were in memory
-    when the last run of the model at `place` ended. Then store those that are in memory, unless all experts fit."""
-    known = LastResidents.stored(place)
-    engine.fill_when_idle(() if known is None else known.experts)
+    when the last run of the model at `place` ended. Then store those that are in memory, unless all experts fit.
+    Experts that were stored before follow them, so that a short run forgets none."""
+    stored = LastResidents.stored(place)
+    known = () if stored is None else stored.experts
+    engine.fill_when_idle(known)
     try:
         yield
     finally:
-        ledger, experts = engine.ledger, engine.residents()
-        if experts and engine.is_on_this_cpu and not ledger.holds_all:
-            with suppress(OSError):  # the next run then fills its slots in another order
-                LastResidents(tuple(experts)).store(place)
+        if engine.is_on_this_cpu and not engine.ledger.holds_all:
+            with suppress(OSError, EngineStateError):  # the next run then fills its slots in another order
+                LastResidents(tuple(dict.fromkeys([*engine.residents(), *known]))).store(place)

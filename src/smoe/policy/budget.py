@@ -326,8 +326,9 @@ class Ledger:
         unused."""
         low = f" and {self.low_slots} low copies" if self.low_slots else ""
         experts = f"{self.cache_slots} of {self.demand.total_experts} experts{low}"
-        is_lent = self.most_slots > self.cache_slots
-        always, more = ("always ", f", up to {self.most_slots} while the text is short") if is_lent else ("", "")
+        always, more = "", ""
+        if self.most_slots > self.cache_slots:
+            always, more = "always ", f", up to {self.most_slots} until a long text needs the memory"
         return f"{experts} {always}fit in memory ({self.resident_share:.0%}){more}{self._beside}"
 
     @property

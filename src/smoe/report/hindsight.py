@@ -34,6 +34,7 @@ from smoe.report.pace import (
     measured_pace,
     of_prompt,
     remember,
+    usable,
 )
 from smoe.report.prompt_layers import PromptLayers
 from smoe.runtime.engine import Engine
@@ -91,8 +92,7 @@ def look_back(model: PreTrainedModel, generation: Generation, place: Path, layer
     if engine.config.has_low:  # the mean time of full and low-precision copies is the time of neither
         return found
     with suppress(OSError):  # the result does not depend on it
-        ran = access_of(engine.ledger, is_direct, shown)
-        remember(place, spec.precision, ran, shown, _beside(generation, found))
+        remember(place, spec.precision, access, usable(shown, access), _beside(generation, found))
     return found
 
 

@@ -205,12 +205,18 @@ class Access(Enum):
     """All experts are in memory."""
 
 
-def access_of(ledger: Ledger, is_direct: bool, measured: Pace = UNKNOWN) -> Access:
-    """Return how a run with this memory budget gets missing experts. `is_direct`: whether reads bypass the page cache.
-    `measured`: the times of the run, which may have ended before all experts were in memory."""
-    if ledger.holds_all and (measured.reading or 0.0) <= _LEAST_READING:
+def access_of(ledger: Ledger, is_direct: bool) -> Access:
+    """Return how a run with this memory budget gets missing experts. `is_direct`: whether reads bypass the page
+    cache."""
+    if ledger.holds_all:
         return Access.NONE
     return Access.DIRECT if is_direct else Access.PAGE_CACHE
+
+
+def usable(pace: Pace, access: Access) -> Pace:
+    """Return the times of a run that later forecasts can use: none if the budget holds all experts, and the run ended
+    while they were still being read."""
+    return UNKNOWN if access is Access.NONE and (pace.reading or 0.0) > _LEAST_READING else pace
 
 
 def pace_of(folder: Path, precision: str, access: Access) -> Pace:
@@ -289,6 +295,7 @@ def remember(
         "last_run": entries.get(key, {}).get("last_run") if last is None else asdict(last),
         "is_disturbed": is_disturbed,
     }
+    entries.pop(key, None)  # the entry that was measured last is the last one
     return _Runs(entries | {key: entry}).store(folder)
 
 

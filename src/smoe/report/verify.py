@@ -236,6 +236,7 @@ class _Comparing(StepObserver):
     def run(self, cache: RowCache, ids: torch.Tensor) -> torch.Tensor:
         """Run one forward pass over ids [1, T]. Return the likeliest next token [1, 1]."""
         self._ours, self._tokens = cache, ids.shape[1]
+        self._rounded.clear()
         has_same_shapes = _same_shapes(cache, self._theirs, self._tokens)
         self._say(None, CACHE, has_same_shapes, has_same_shapes, True, 0.0)
         logits = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
@@ -254,9 +255,9 @@ class _Comparing(StepObserver):
                 made.callback(before.remove)
                 made.callback(module.register_forward_hook(self._follow(part), with_kwargs=True).remove)
             for layer, site in self._reference.sites.items():
-                self._twin.get_submodule(site.name).forward = self._library_experts(layer)  # type: ignore[method-assign]
+                made.callback(_replace_forward(self._twin.get_submodule(site.name), self._library_experts(layer)))
             for path in self._routers:
-                self._twins[path].forward = self._library_router(path)  # type: ignore[method-assign]
+                made.callback(_replace_forward(self._twins[path], self._library_router(path)))
             made.enter_context(self.engine.observed_by(self))
             yield
 
@@ -286,7 +287,8 @@ class _Comparing(StepObserver):
             has_codes = any(isinstance(each, QuantisedWeight) for each in module.modules())
             may_round = self._has_own_order or has_experts or has_codes
             is_equal = all(same_bits(a, b) for a, b in pairs)
-            is_near = all(self._is_near(a, b, may_round) for a, b in _with_scores(pairs))
+            is_near = all(self._is_near(a, b, may_round) for a, b in pairs if not _is_choice(b))
+            is_near = is_near and all(_is_same_choice(a, b, pairs, may_round) for a, b in pairs if _is_choice(b))
             if part.path in self._routers and is_near and not is_equal:
                 self._rounded[part.path] = output
             self._say(
@@ -380,21 +382,44 @@ class _Comparing(StepObserver):
             yield
 
 
-def _with_scores(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield pairs of results, ours and the library's. If both contain choices of experts [T, K] and the experts' scores
-    [T, E], yield the library's scores of the chosen experts in place of the choices: experts of equal scores, up to
-    rounding, may be exchanged."""
-    scores = max((theirs for _, theirs in pairs if theirs.is_floating_point()), key=_columns, default=None)
-    for ours, theirs in pairs:
-        is_choice = not theirs.is_floating_point() and theirs.dim() == 2 and ours.shape == theirs.shape
-        if is_choice and scores is not None and scores.dim() == 2 and _columns(scores) > int(theirs.max()):
-            yield scores.gather(1, ours.long()), scores.gather(1, theirs.long())
+def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Replace a module's computation. Return a function that restores it."""
+    before = vars(module).get("forward")
+    module.forward = forward  # type: ignore[method-assign]
+
+    def restore() -> None:
+        if before is None:
+            del module.forward
         else:
-            yield ours, theirs
+            module.forward = before
+
+    return restore
 
 
-def _columns(tensor: torch.Tensor) -> int:
-    return tensor.shape[-1] if tensor.dim() else 0
+def _is_choice(result: torch.Tensor) -> bool:
+    """Return whether a result of a router contains numbers of experts, [T, K]."""
+    return not result.is_floating_point() and result.dim() == 2
+
+
+def _is_same_choice(
+    ours: torch.Tensor, theirs: torch.Tensor, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], may_round: bool
+) -> bool:
+    """Return whether two choices of experts [T, K] are equal, or differ only by experts of equal scores, up to rounding
+    if results `may_round`. `pairs`: all results of the router, ours and the library's; one of them has the scores
+    [T, E]."""
+    if ours.shape != theirs.shape or torch.equal(ours, theirs):
+        return ours.shape == theirs.shape
+    of_all = [each for _, each in pairs if each.is_floating_point() and each.dim() == 2]
+    scores = max(of_all, key=lambda each: each.shape[1], default=None)
+    if not may_round or scores is None or scores.shape[1] <= ours.shape[1]:
+        return False
+    is_valid = int(ours.min()) >= 0 and int(ours.max()) < scores.shape[1]
+    in_order = ours.sort(1).values
+    if not is_valid or bool((in_order[:, 1:] == in_order[:, :-1]).any()):
+        return False
+    chosen, expected = (scores.gather(1, each.long()).float() for each in (ours, theirs))
+    allowed = quantised_rounding(scores.dtype) / 2 * torch.maximum(chosen.abs(), expected.abs())
+    return bool((((chosen - expected).abs() <= allowed) | (ours == theirs)).all())
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

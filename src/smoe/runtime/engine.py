@@ -197,8 +197,10 @@ class Engine:
 
     def residents(self) -> list[tuple[int, int]]:
         """Return (layer, expert) of all experts in cache slots, in an order in which every part of the list has experts
-        of all layers. The caller has the turn, or no other thread uses the engine."""
-        return across_layers(sorted(key[:2] for key in self.executor.table.cached() if key[2] == EXACT))
+        of all layers, those of a layer in the order of their loads. Waits until no text is computed."""
+        with self.passes.turn():
+            self.executor.arrivals.collect()
+            return across_layers([key[:2] for key in self.executor.table.cached() if key[2] == EXACT])
 
     def fill_when_idle(self, first: Sequence[tuple[int, int]]) -> None:
         """Load experts into free slots in the background, from now on until a prompt comes, and again whenever `fill`
@@ -214,6 +216,11 @@ class Engine:
         self._filling = [*dict.fromkeys(each for each in first if each in known), *across_layers(keys)]
         with self.passes.turn():
             self.fill()
+
+    def pause_filling(self) -> None:
+        """Cancel the queued loads into free slots, because a text will be computed. The caller has the turn."""
+        if self._filling:
+            self.executor.arrivals.pause_fill()
 
     def fill(self) -> None:
         """Queue loads into free slots if `fill_when_idle` was called. The caller has the turn, and no text is

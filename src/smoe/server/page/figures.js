@@ -10,7 +10,7 @@ const MEMORY = {
   "non-expert weights": "all other weights", "KV cache": "the text so far (KV cache)", "expert slots": "experts",
   "slots of low copies": "low copies of experts", staging: "experts passing through",
 };
-const RESERVED = ["workspace", "KV cache"]; // parts that experts use while the text is short
+const RESERVED = ["workspace", "KV cache"]; // parts that experts use until a long text needs the memory
 
 export class Figures {
   constructor(part) {
@@ -158,7 +158,7 @@ export class Figures {
     show(this.part.curve, svg);
   }
 
-  /** The number of experts for which there is memory now: more than always, while the text is short. */
+  /** The number of experts for which there is memory now: more than always, until a long text needs the memory. */
   room() {
     return Math.max(this.model.slots, this.here);
   }

@@ -16,7 +16,7 @@ export function fitting({ slots, most_slots: most = slots }, count) {
   if (slots >= count) return "all fit in memory";
   const found = (always) => `${slots.toLocaleString("en")} of ${count.toLocaleString("en")} ${always}fit in memory`;
   if (most <= slots) return found("");
-  return `${found("always ")}, ${most >= count ? "all" : `up to ${most.toLocaleString("en")}`} while the text is short`;
+  return `${found("always ")}, ${most >= count ? "all" : `up to ${most.toLocaleString("en")}`} until a long text needs the memory`;
 }
 
 export class ExpertMap {
