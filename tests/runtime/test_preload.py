@@ -141,6 +141,18 @@ def test_free_slots_are_filled_while_no_text_is_computed(toy: Callable[..., Path
     table.check()
 
 
+def test_each_expert_is_queued_once_where_more_slots_are_free_than_experts_are_given(
+    toy: Callable[..., Path], open_model: Open
+) -> None:
+    """Would catch a start that fails because the last run had less memory."""
+    model = open_model(toy("qwen3_moe"), "half", preload=None)
+    engine = model.offload
+    engine.fill_when_idle(engine.store.keys()[: engine.ledger.cache_slots // 2])
+    wait_for_all(model)
+    assert len(engine.executor.table.ready) == engine.ledger.cache_slots
+    engine.executor.table.check()
+
+
 def test_a_text_of_one_new_token_ends_the_filling_too(
     toy: Callable[..., Path], open_model: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -213,7 +213,7 @@ class Engine:
         if not self.is_on_this_cpu or config.preload is not None or depends or self.executor.arrivals.preloads:
             return
         known = set(keys := self.store.keys())
-        self._filling = [*dict.fromkeys(each for each in first if each in known), *across_layers(keys)]
+        self._filling = list(dict.fromkeys([*(each for each in first if each in known), *across_layers(keys)]))
         with self.passes.turn():
             self.fill()
 
