@@ -60,6 +60,38 @@ def test_the_forecast_stands_beside_the_run_and_learns_from_it(run, checkpoint):
     assert "\nforecast " in run(*asked, 40, "--kernels", "torch", "--set", "direct_io=on").err, "read in another way"
 
 
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ((), None),
+        (("--kernels", "torch"), "torch computed all layers (--kernels torch)"),
+        (("--dtype", "float32"), "torch computed the experts (--dtype float32)"),
+        (("--kernels", "torch", "--reproducible"), "torch computed all layers (--kernels torch, --reproducible)"),
+        (
+            ("--kernels", "torch", "--activations", "dtype"),
+            "torch computed all layers (--kernels torch, --activations dtype)",
+        ),
+    ],
+)
+def test_the_summary_names_an_arithmetic_that_was_chosen(run, checkpoint, options, line):
+    """On every machine, as no kernel of smoe runs. The default has no options to name, and torch alone has no kernels
+    of smoe."""
+    err = run("generate", checkpoint, "--memory", "4MiB", "-p", "Hello", "--max-new-tokens", 4, *options).err
+    found = [each.removeprefix("arithmetic").strip() for each in err.splitlines() if each.startswith("arithmetic ")]
+    if line is not None:
+        assert found == [line]
+    assert line is not None or all("--" not in each or "--kernels torch gives" in each for each in found)
+
+
+@pytest.mark.parametrize("options", [("--reproducible",), ("--kernels", "native"), ("--activations", "dtype")])
+def test_the_summary_names_the_kernels_that_ran(run, checkpoint, options):
+    asked = ("generate", checkpoint, "--memory", "4MiB", "-p", "Hello", "--max-new-tokens", 4, *options)
+    err, ran = run(*asked).err, run(*asked, "--json").json["arithmetic"]
+    (line,) = [each for each in err.splitlines() if each.startswith("arithmetic ")]
+    assert ("torch computed the experts" in line) is (ran == "torch") and f"({' '.join(options)})" in line
+    assert ("smoe's kernels" in line) is (ran != "torch")
+
+
 def test_an_interrupted_run_ends_without_a_comparison(run, checkpoint, monkeypatch):
     """Would catch a second of simulation after Ctrl-C."""
     generate = generation.generate

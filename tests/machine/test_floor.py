@@ -101,5 +101,6 @@ def test_never_above_the_limit_without_a_reason():
     assert "%" not in line and line.startswith("this run was faster")
     (line,) = [text for name, text in _rows(report([1.0, 0.1, 0.1], 4e8, 1e9)) if name == "hardware limit"]
     assert line.startswith(
-        "100% of the speed that this hardware allows; at full speed the disk would need most: 400 ms"
+        "this run reached 100% of the speed that this hardware allows. At full speed the disk takes the longest time: "
+        "400 ms a token (a test)."
     )

@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 
 _NONE = "-"
 _UNUSED_TEMPLATE = "this model has one; smoe chat uses it, and smoe generate continues the prompt as it is"
+_TORCH_ALONE = "torch computed all layers"
+_COMPUTED = {
+    "torch": "torch computed the experts",
+    "native": "smoe's kernels computed the experts, with the same bits as torch",
+    "own-order": "smoe's kernels computed the experts, with sums in another order than torch's",
+    "slots": "smoe's GPU kernels computed the experts",
+}
+"""{kernels that multiplied few rows: the sentence about them}."""
 _MET = 1.1
 """The factor by which a token may take longer than the requested time, so that the request counts as met."""
 
@@ -241,11 +249,19 @@ def _by_low_copies(report: RunReport) -> str:
 
 
 def _arithmetic(report: RunReport) -> str:
+    """Return the line of the summary about the arithmetic: the code that computed, if options chose it, and how the
+    result may differ from transformers."""
+    parts, options = [], report.arithmetic_options
+    if options:
+        computed = _TORCH_ALONE if "--kernels torch" in options else _COMPUTED[report.arithmetic]
+        parts.append(f"{computed} ({', '.join(options)})")
     if report.activations == INT8:
-        return "8-bit activations where weights are quantised, as in llama.cpp (--activations dtype: full precision)"
-    if report.arithmetic != "own-order":
-        return ""
-    return "results may differ from transformers in the last digits; --kernels torch gives identical bits"
+        parts.append(
+            "8-bit activations where weights are quantised, as in llama.cpp (--activations dtype: full precision)"
+        )
+    elif report.arithmetic == "own-order":
+        parts.append("results may differ from transformers in the last digits; --kernels torch gives identical bits")
+    return "; ".join(parts)
 
 
 def _bench(report: RunReport) -> str:
@@ -288,14 +304,14 @@ def _only_reserved(report: RunReport | Totals) -> bool:
 def _limit(report: RunReport) -> str:
     if report.floor is None or report.floor_share is None:
         return ""
-    floor = format_seconds(report.floor.overlapped_seconds)
-    slowest = f"at full speed the {report.floor.bound_by} would need most: {floor} a token ({report.rates.source})"
+    floor, part = format_seconds(report.floor.overlapped_seconds), report.floor.bound_by
+    slowest = f"t full speed the {part} takes the longest time: {floor} a token ({report.rates.source})."
     if report.beats_rates:
         return (
-            "this run was faster than the measured rates allow, for example by the processor's cache or on a quieter "
-            f"machine; by these rates, {slowest}"
+            "this run was faster than the measured rates allow, for example because of the processor's cache or a "
+            f"quieter machine. By these rates, a{slowest}"
         )
-    return f"{report.floor_share:.0%} of the speed that this hardware allows; {slowest}"
+    return f"this run reached {report.floor_share:.0%} of the speed that this hardware allows. A{slowest}"
 
 
 def waiting(report: RunReport) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from smoe.config import EngineConfig
+from smoe.config import DEFAULTS, SETTINGS, EngineConfig
 from smoe.generation.generate import Generation
 from smoe.machine.floor import Floor, Rates, floor_of, measured_step
 from smoe.machine.measure import emulated_rates, quick_rates
@@ -40,6 +40,10 @@ DISK, LINK, DEVICE, HOST, WORKERS, EXPERTS, DENSE, AHEAD, PYTHON = (
     "looking ahead",
     "Python",
 )
+
+
+_OF_ARITHMETIC = ("kernels", "activations", "dtype", "reproducible")
+"""The settings that choose the arithmetic."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,8 @@ class RunReport:
     """Whether all experts fit into the coordinator's memory."""
     draft: dict[str, Any] | None = None
     """The work of the cluster's draft model; None where none was connected."""
+    arithmetic_options: tuple[str, ...] = ()
+    """The given options that choose the arithmetic, as typed on the command line: such as `--kernels torch`."""
 
     @property
     def floor_share(self) -> float | None:
@@ -200,6 +206,16 @@ def report_on(generation: Generation, model: PreTrainedModel, rates: Rates | Non
         lost_workers=() if cluster is None else cluster.lost(),
         all_fit=engine.ledger.holds_all,
         draft=None if cluster is None else cluster.draft,
+        arithmetic_options=arithmetic_options(engine.config),
+    )
+
+
+def arithmetic_options(config: EngineConfig) -> tuple[str, ...]:
+    """Return the options that choose the arithmetic and do not have their default value, as typed on the command
+    line."""
+    given = {name: getattr(config, name) for name in _OF_ARITHMETIC if getattr(config, name) != DEFAULTS[name]}
+    return tuple(
+        SETTINGS[name].option if value is True else f"{SETTINGS[name].option} {value}" for name, value in given.items()
     )
 
 
