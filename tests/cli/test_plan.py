@@ -101,9 +101,9 @@ def test_the_answer_comes_before_the_notes(run, config_only, monkeypatch):
     monkeypatch.setattr("smoe.cli.console.errors", lambda: Console(highlight=False))
     lines = run("plan", config_only, "--memory", "4MiB", "--context", 128).out.splitlines()
     (answer,) = [place for place, line in enumerate(lines) if "200-word" in line]
-    assert re.fullmatch(r"[\d,. -]+ tokens/s\. A 200-word answer takes [a-z0-9 ]+\.", lines[answer])
-    assert all("rates from" not in line and "routing" not in line for line in lines[:answer])
-    assert any(line.startswith("rates from") for line in lines[answer:])
+    assert re.fullmatch(r"Expect [\d,. -]+ tokens/s\. A 200-word answer takes [a-z0-9 ]+\.", lines[answer])
+    assert all("rates come from" not in line and "routing" not in line for line in lines[:answer])
+    assert any(line.startswith("the rates come from") for line in lines[answer:])
 
 
 def test_the_words_of_a_table_are_explained(run, checkpoint):
@@ -117,7 +117,7 @@ def test_the_words_of_a_table_are_explained(run, checkpoint):
 def test_no_more_memory_is_recommended_where_it_is_no_faster(run, config_only, monkeypatch):
     monkeypatch.setattr("smoe.cli.plan._LEAST_GAIN", 1e9)
     out = run("plan", config_only, "--memory", "2700KiB", "--context", 128).out
-    assert "free here" not in out and "smoe generate" in out
+    assert "free. With --memory" not in out and "smoe generate" in out
 
 
 def test_faster_reads_are_advised_where_they_bring_something(run, config_only):
@@ -127,7 +127,7 @@ def test_faster_reads_are_advised_where_they_bring_something(run, config_only):
         run("plan", config_only, "--memory", value[f"{size}_memory_bytes"]).out for size in ("minimum", "full")
     )
     (line,) = [line for line in least.splitlines() if "twice as fast" in line]
-    assert re.fullmatch(r"with a disk twice as fast: [\d,.]+( - [\d,.]+)? tokens/s", line)
+    assert re.fullmatch(r"A disk twice as fast would give [\d,.]+( - [\d,.]+)? tokens/s\.", line)
     assert "twice as fast" not in full
 
 
@@ -184,7 +184,7 @@ def test_one_line_recommends_a_budget_that_works(run, config_only, monkeypatch):
         recommended = found["recommended"]
         assert (recommended["resident_share"] == 1) is whole and recommended["floor_tokens_per_second"]["uniform"] > 0
         assert recommended["memory_budget_bytes"] <= free and recommended["free_bytes"] == free
-        (line,) = [line for line in text.splitlines() if "free here: --memory" in line]
+        (line,) = [line for line in text.splitlines() if " free. With --memory" in line]
         size = line.split("--memory ")[1].split(",")[0]
         again = run("plan", config_only, "--context", 128, "--memory", size, "--json")
         assert again.code == 0 and again.json["memory_budget_bytes"] == recommended["memory_budget_bytes"]
@@ -231,7 +231,7 @@ def test_a_profile_alone_is_the_machine_to_plan_for(run, config_only, profile):
     assert value["command"].startswith(f"smoe generate {config_only} --memory ")
     ran = run("plan", config_only, "--context", 128, "--profile", profile, "--precision", "int4")
     for words in (
-        f"on {profile}, simulated",
+        f"The simulated speed on {profile} is ",
         "other presets and precisions",
         "smoe generate",
         "missing: experts in int4",
@@ -259,14 +259,14 @@ def test_what_has_not_been_learned_is_said_beside_the_figures(run, checkpoint):
 def test_a_range_of_no_width_is_one_figure(run, checkpoint):
     """The toy takes as long on the device whatever its routing."""
     ran = run("plan", checkpoint, "--context", 128, "--profile", "rtx-4060-ti", "--resident", "100%")
-    (line,) = [line for line in ran.out.splitlines() if "simulated;" in line]
-    assert re.match(r"[\d,.]+ tokens/s on rtx-4060-ti, simulated; ", line), line
+    (line,) = [line for line in ran.out.splitlines() if line.startswith("The simulated speed")]
+    assert re.match(r"The simulated speed on rtx-4060-ti is [\d,.]+ tokens/s\. ", line), line
 
 
 def speeds_in(ran):
     """What the forecast's own two lines and the row of the budget asked for say of speeds."""
     expected, first = (
-        next(line for line in ran.out.splitlines() if words in line) for words in ("simulated;", "after ")
+        next(line for line in ran.out.splitlines() if words in line) for words in ("simulated speed", "comes after ")
     )
     (row,) = [line for line in ran.out.splitlines() if "this budget" in line]
     return expected, first, row
@@ -297,7 +297,7 @@ def test_before_the_first_run_of_a_model_every_speed_is_a_range(run, checkpoint)
     assert (
         value["is_calibrated"]
         and value["first_pass_seconds"] == 1.5
-        and "the first prompt of a process takes 1.5 s longer" in taught.out
+        and "The first prompt of a process takes 1.5 s longer" in taught.out
     )
     assert value["ttft_seconds_range"] == [value["ttft_seconds"]] * 2
     assert not re.search(r"after [^;]* - ", first) and not re.search(r"[\d.]+ - [\d.]+ +this budget", row)

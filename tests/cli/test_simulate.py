@@ -11,7 +11,11 @@ def test_claims_stand_beside_ours(run, monkeypatch):
     assert said["paper"] == "duoserve" and {claim["where"] for claim in said["claims"]} >= {"figure 5", "table 2"}
     assert all(claim["verdict"] for claim in said["claims"]) and said["settings"][0]["end_to_end_seconds"] > 0
     shown = run("simulate", "--paper", "duoserve")
-    assert shown.code == 0 and "accelerate" in shown.out and "routing is synthetic" in " ".join(shown.err.split())
+    assert (
+        shown.code == 0
+        and "accelerate" in shown.out
+        and "the routing is synthetic: experts repeat" in " ".join(shown.err.split())
+    )
     lines = shown.out.splitlines()
     assert max(map(len, lines)) <= 80 and {"duoserve's claims, as profiled"} <= set(lines)
     assert sum(line.split()[:1] == ["duoserve"] for line in lines) == len(duoserve.SETTINGS), "one line each"

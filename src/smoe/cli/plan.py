@@ -142,7 +142,7 @@ def _print(result: Forecast) -> None:
         for line in [*_lacking(result.outlook), *result.outlook.warnings]:
             console.print(f"[yellow]{escape(as_options(line))}[/yellow]", soft_wrap=True)
         expected = f"{_expected(result.outlook, result.outlook.asked.run)} tokens/s"
-        console.print(f"[bold]{expected}[/bold]. {result.outlook.plainly()}", soft_wrap=True, highlight=False)
+        console.print(f"Expect [bold]{expected}[/bold]. {result.outlook.plainly()}", soft_wrap=True, highlight=False)
 
 
 def _print_expected(outlook: Outlook, console: Console) -> None:
@@ -154,10 +154,10 @@ def _print_expected(outlook: Outlook, console: Console) -> None:
     speed, first = f"{_expected(outlook, run)} tokens/s", _first(outlook, outlook.asked)
     share = run.parts[run.bound_by] / run.seconds_per_token
     lines = [
-        f"[bold]{speed}[/bold]{span if outlook.spread == (1, 1) else ''} on {outlook.machine.name}, simulated; "
-        f"{share:.0%} of the time goes to: {run.bound_by}",
+        f"The simulated speed on {outlook.machine.name} is [bold]{speed}[/bold]"
+        f"{span if outlook.spread == (1, 1) else ''}. {share:.0%} of the time goes to: {run.bound_by}.",
         *_with_faster_reads(outlook),
-        f"first token of a prompt of {PROMPT_TOKENS} tokens after {first}",
+        f"The first token of a prompt of {PROMPT_TOKENS} tokens comes after {first}.",
         *_of_first_prompt(outlook.asked),
     ]
     console.print("\n".join(["", *lines]), soft_wrap=True, highlight=False)
@@ -167,13 +167,13 @@ def _with_faster_reads(outlook: Outlook) -> Iterator[str]:
     """Yield a line with the speed that a disk or link twice as fast would give, if it is worth mentioning."""
     run, reads = outlook.with_faster_reads, "link" if outlook.machine.has_link else "disk"
     if run.tokens_per_second / outlook.asked.run.tokens_per_second - 1 >= _LEAST_GAIN:
-        yield f"with a {reads} twice as fast: {_expected(outlook, run)} tokens/s"
+        yield f"A {reads} twice as fast would give {_expected(outlook, run)} tokens/s."
 
 
 def _of_first_prompt(case: Case) -> Iterator[str]:
     """Yield a line with the time by which the first prompt of a process takes longer, if a run has measured it."""
     if case.first_pass_seconds is not None:
-        yield f"the first prompt of a process takes {format_seconds(case.first_pass_seconds)} longer"
+        yield f"The first prompt of a process takes {format_seconds(case.first_pass_seconds)} longer."
 
 
 def _command(model: str, outlook: Outlook) -> str:
@@ -284,7 +284,8 @@ def _recommended(result: Forecast) -> list[str]:
     """Return a line with the options that are recommended for this machine, and the expected speed. No line if more
     memory than the given budget would not be faster."""
     if result.is_emulated:
-        return [f"To run on {result.rates.source.split(',')[0].removeprefix('profile ')}, or another budget there:"]
+        machine = result.rates.source.split(",")[0].removeprefix("profile ")
+        return [f"This command runs the model on {machine}; --memory sets the budget:"]
     from smoe.units import size_to_type
 
     found = result.recommendation
@@ -300,8 +301,8 @@ def _recommended(result: Forecast) -> list[str]:
         expected = _expected(result.outlook, case.run)
     whole = "all experts" if ledger.resident_share == 1 else f"{ledger.resident_share:.0%} of the experts"
     return [
-        f"[bold]{format_bytes(found.free_bytes)} free here: --memory {size_to_type(ledger.budget_bytes)}[/bold], "
-        f"expect {expected} tokens/s ({whole} in memory)"
+        f"This machine has {format_bytes(found.free_bytes)} free. With [bold]--memory "
+        f"{size_to_type(ledger.budget_bytes)}[/bold], expect {expected} tokens/s ({whole} in memory)."
     ]
 
 

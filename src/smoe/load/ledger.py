@@ -94,7 +94,7 @@ def fit_context(
         spec = replace(spec, context_tokens=max(LEAST_CONTEXT_TOKENS, spec.context_tokens // 2))
     if spec.context_tokens == usual:
         return spec, config, {}
-    why = f"what the budget can hold; it cannot hold the usual {usual}"
+    why = f"the budget cannot hold the usual {usual} tokens"
     return spec, replace(config, context_tokens=spec.context_tokens), {"context_tokens": why}
 
 

@@ -54,7 +54,7 @@ _SHARES = (0.1, 0.25, 0.5, 0.75)
 """The budgets in the table between the smallest and the largest one, given by the share of experts in memory."""
 _WITHOUT_LOW = "speeds are without low copies: their gain depends on which experts are missing, and on their importance"
 _ESTIMATE = (
-    "from config.json only: once its files are on this machine, slots may be 4 KiB smaller, and reading may need "
+    "the sizes come from config.json only: once its files are on this machine, slots may be 4 KiB smaller, and reading may need "
     "buffers"
 )
 
@@ -270,7 +270,7 @@ def survey_of(model: str, config: EngineConfig, revision: str | None) -> Survey:
     )
     share_of = resident_share_with(spec, config, device, store, 0, outside)
     config, learned_bytes, decided, unlearned = _decided(config, checkpoint, spec, device, share_of)
-    decided = [*(f"`{name}` {getattr(config, name)}, {why}" for name, why in fitted.items()), *decided]
+    decided = [*(f"`{name}={getattr(config, name)}` is used: {why}" for name, why in fitted.items()), *decided]
     ledger, reason = make_ledger(spec, config, device, store, learned_bytes, 0, outside)
     if profile is None:
         decided = [*decided, *shortages_of(config, ledger, device)]
@@ -303,8 +303,8 @@ def _decided(
     try:
         decided = with_winners(config, checkpoint.place, spec, device, resident_share_with)
     except ConfigError as error:
-        return config, expected_bytes(config, spec), [], (f"{error}; simulated all the same",)
-    because = [f"`{name}` {getattr(decided.config, name)}, {why}" for name, why in decided.reasons.items()]
+        return config, expected_bytes(config, spec), [], (f"{error}; the forecast is made without it",)
+    because = [f"`{name}={getattr(decided.config, name)}` is used: {why}" for name, why in decided.reasons.items()]
     return decided.config, decided.learned.nbytes, because, ()
 
 

@@ -217,7 +217,9 @@ class Subject:
         except ConfigError:
             exact = replace(config, max_perplexity_increase=None, tpot_seconds=None, precision_shares=None)
             low = f" with `low_precision={config.low_precision}`" if config.has_low else ""
-            first = f"quality costs: smoe tune --prices {shlex.quote(self.model)}{low}; simulated without"
+            first = (
+                f"quality costs: smoe tune --prices {shlex.quote(self.model)}{low}; the forecast is made without them"
+            )
             return known_of(exact, place, ledger.resident_share), [first]
 
     def _packs(self) -> list[str]:

@@ -43,7 +43,7 @@ def of_machine(rates: Rates, is_emulated: bool) -> list[str]:
         "recorded "
         "runs; the higher one is for texts in which all experts are equally likely",
     ]
-    figures = f"rates from {rates.source}"
+    figures = f"the rates come from {rates.source}"
     if is_emulated:
         return [
             *remarks,

@@ -29,7 +29,7 @@ from smoe.errors import TraceError
 from smoe.policy.importance import scaled
 from smoe.routing import Phase, Routing, last_rows
 
-SAYS = "routing is synthetic: as repetitive as in recorded runs of the demo, not of this model"
+SAYS = "the routing is synthetic: experts repeat as in recorded runs of the demo, not as in runs of this model"
 
 
 @dataclass(frozen=True)
