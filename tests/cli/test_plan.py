@@ -96,6 +96,17 @@ def test_the_table_names_every_part(run, config_only):
     assert not any(line.split() == ["tokens/s"] for line in ran.out.splitlines()), "a row is one line"
 
 
+def test_a_usual_answer_has_more_experts_in_memory_than_a_full_context(run):
+    """Would catch a plan that counts only the experts that fit beside the longest text."""
+    asked = ("plan", "demo", "--memory", "24MiB", "--context", 1024)
+    found, out = run(*asked, "--json").json, run(*asked).out
+    usual, always, most = (found[name] for name in ("usual_slots", "slots", "most_slots"))
+    assert always < usual < most
+    first, second = (line for line in out.splitlines() if "experts in memory  " in line or "always." in line)
+    assert f" {usual} ({usual / 768:.0%}) of 768 at the end of a usual answer: a prompt of 128 tokens" in first
+    assert f"So {most} ({most / 768:.0%}) experts fit at first, and {always} ({always / 768:.0%}) always." in second
+
+
 def test_the_answer_comes_before_the_notes(run, config_only, monkeypatch):
     """No room for a prompt of 2,000 tokens in a context of 128. Both streams are one, as on a terminal."""
     monkeypatch.setattr("smoe.cli.console.errors", lambda: Console(highlight=False))

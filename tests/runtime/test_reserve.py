@@ -72,6 +72,18 @@ def test_slots_follow_what_is_used(toy: Callable[..., Path], open_model: Open) -
     assert slots(engine) == short, "and has given it back"
 
 
+@pytest.mark.parametrize(("context", "tokens"), [(CONTEXT, 20), (CONTEXT, 200), (200, 150), (240, 235)])
+def test_the_slots_of_a_text_are_foretold(
+    toy: Callable[..., Path], open_model: Open, context: int, tokens: int
+) -> None:
+    """Of the same budget, by its sizes alone (`smoe plan`): as many as at the text's last token."""
+    model = open_model(toy("mixtral"), "minimum", context_tokens=context, lend_reserve=True)
+    ledger = engine_of(model).ledger
+    generated(model, prompt(tokens - 6))
+    assert ledger.slots_of_text(tokens) == slots(engine_of(model)) <= ledger.most_slots
+    assert ledger.slots_of_text(context * 9) >= ledger.cache_slots
+
+
 def test_slots_are_withdrawn_before_positions_are_written(toy: Callable[..., Path], open_model: Open) -> None:
     """Between passes, too: a text that is moved writes positions."""
     model = open_model(

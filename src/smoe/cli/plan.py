@@ -78,7 +78,7 @@ def command(engine: MachineOptions, model: Model = "demo", json: Json = False, d
         result = forecast(model, config, engine.revision)
     if json:
         command_line = None if result.outlook is None else _command(result.model, result.outlook)
-        print_json(result.as_json() | {"command": command_line})
+        print_json(result.as_json() | {"usual_slots": _usual_slots(result.ledger), "command": command_line})
         return
     _print(result)
     for line in result.remarks:
@@ -98,7 +98,7 @@ def _print(result: Forecast) -> None:
 
     console = output()
     console.print(f"[bold]{escape(result.model)}[/bold]  {escape(_size(result))}", soft_wrap=True)
-    console.print(f"\n[bold]experts in memory[/bold]  {_experts(result.ledger)}", soft_wrap=True)
+    console.print("\n[bold]experts in memory[/bold]  " + "\n".join(_experts(result.ledger)), soft_wrap=True)
     console.print(f"\n[bold]a budget of {format_bytes(result.ledger.budget_bytes)}[/bold] ({result.reason})")
     budget = Table(show_header=False, **_STYLE)
     budget.add_column(style="dim")
@@ -120,7 +120,7 @@ def _print(result: Forecast) -> None:
         _print_expected(result.outlook, console)
     console.print("\n[bold]other budgets[/bold]")
     choices = Table(**_STYLE)
-    for heading in ("budget", "experts in memory", result.moved, "tokens/s", "remark"):
+    for heading in ("budget", "always in memory", result.moved, "tokens/s", "remark"):
         choices.add_column(heading, justify="left" if heading in _WORDS else "right")
     simulated = [None] * len(result.choices) if result.outlook is None else result.outlook.curve
     for choice, case in zip(result.choices, simulated, strict=True):
@@ -188,7 +188,7 @@ def _print_others(outlook: Outlook, console: Console) -> None:
 
     console.print("\n[bold]other presets and precisions with the same memory[/bold]")
     others, used = Table(**_STYLE), dict[str, None]()
-    for heading in ("--preset", "--precision", "in memory", "tokens/s", "first token", "remark"):
+    for heading in ("--preset", "--precision", "always in memory", "tokens/s", "first token", "remark"):
         others.add_column(heading, justify="left" if heading in _WORDS else "right")
     for case in outlook.others:
         remarks = [_LOSSY] * bool(case.lossy) + [_TO_PACK] * any("smoe pack" in line for line in case.missing)
@@ -249,17 +249,32 @@ def _taken(entries: dict[str, int]) -> list[tuple[str, int]]:
     return [(name, count) for name, count in entries.items() if count]
 
 
-def _experts(ledger: Ledger) -> str:
-    """Return in words how many experts stay in memory: most of the time, and while all reserved memory is in use."""
-    nbytes = format_bytes(ledger.most_experts_bytes)
+def _experts(ledger: Ledger) -> list[str]:
+    """Return sentences that say how many experts fit in memory: always, and in short texts, to which reserved memory
+    is lent."""
+    from smoe.report.on_clock import PROMPT_TOKENS
+    from smoe.report.outlook import ANSWER_WORDS
+
+    demand = ledger.demand
     if ledger.most_slots == ledger.cache_slots:
-        return f"{_slots(ledger)}, {nbytes}"
-    share = ledger.most_slots / ledger.demand.total_experts
-    return (
-        f"{ledger.most_slots} ({share:.0%}), {nbytes}; {_slots(ledger)} while a prompt of "
-        f"{ledger.demand.step_tokens} tokens "
-        "is computed and the whole context is in use"
+        return [f"{_slots(ledger)} of {demand.total_experts}, {format_bytes(ledger.most_experts_bytes)}"]
+    usual, most = (
+        f"{count} ({count / demand.total_experts:.0%})" for count in (_usual_slots(ledger), ledger.most_slots)
     )
+    return [
+        f"{usual} of {demand.total_experts} at the end of a usual answer: a prompt of {PROMPT_TOKENS} tokens and "
+        f"{ANSWER_WORDS} words",
+        f"Memory for the context of {demand.context_tokens} tokens and for long prompts holds experts until a text "
+        f"needs it. So {most} experts fit at first, and {_slots(ledger)} always.",
+    ]
+
+
+def _usual_slots(ledger: Ledger) -> int:
+    """Return the number of experts that fit in memory at the end of a usual answer."""
+    from smoe.report.on_clock import PROMPT_TOKENS
+    from smoe.report.outlook import ANSWER_WORDS, TOKENS_A_WORD
+
+    return ledger.slots_of_text(PROMPT_TOKENS + round(ANSWER_WORDS * TOKENS_A_WORD))
 
 
 def _slots(ledger: Ledger) -> str:

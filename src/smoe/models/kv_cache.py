@@ -27,10 +27,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from smoe.errors import ContextError, EngineStateError
 from smoe.memory.arena import DONT_NEED, GIVES_BACK, anonymous, system_madvise
 from smoe.memory.store import PAGE, page_ceil
-
-BLOCK_TOKENS = 128
-"""The number of positions in a block, in which memory is counted. A block covers whole pages if a head has at least 16
-numbers."""
+from smoe.policy.budget import BLOCK_TOKENS, backed_positions
 
 
 class CacheMemory(Protocol):
@@ -94,9 +91,7 @@ class RowCache(DynamicCache):
     def back(self, first: int, rows: int, end: int) -> None:
         """Record that `rows` rows from row `first` on take memory up to the storage index `end`. Call this before
         positions are written."""
-        # the extra block is for rows that begin within a page
-        blocks = -(-end // BLOCK_TOKENS) + bool(self.capacity_tokens % BLOCK_TOKENS)
-        backed, grown = min(blocks * BLOCK_TOKENS, self.capacity_tokens), False
+        backed, grown = backed_positions(end, self.capacity_tokens), False
         for row in range(first, first + rows):
             if backed > self._backed[row]:
                 self._backed[row], grown = backed, True

@@ -233,6 +233,8 @@ class ModelSpec:
             square_bytes=workspace.square,
             step_tokens=min(config.prefill_tokens, self.context_tokens * config.max_sequences),
             context_tokens=self.context_tokens,
+            kv_position_bytes=self.anatomy.kv_bytes_per_token,
+            kv_positions=self.context_tokens * config.max_sequences,
             kv_cache_bytes=self.anatomy.kv_bytes_per_token * self.context_tokens * config.max_sequences
             + self.anatomy.state_bytes_per_sequence * config.max_sequences,
             classes=tuple(self._cached(each, config) for each in self._slot_classes(slot_bytes)),

@@ -31,6 +31,9 @@ from smoe.expert import EXACT
 from smoe.policy.residency import PoolSize
 from smoe.units import enough_to_type, format_bytes
 
+BLOCK_TOKENS = 128
+"""The number of positions in a block of the KV cache, in which its memory is counted. A block covers whole pages if a
+head has at least 16 numbers."""
 MIN_STAGING_SLOTS = 2
 MAX_STAGING_SLOTS = 8
 STAGING_SHARE = 0.05
@@ -131,6 +134,10 @@ class Demand:
     """The largest number of positions of one step."""
     context_tokens: int = 0
     """The largest number of positions of one text; 0: unknown."""
+    kv_position_bytes: int = 0
+    """Bytes of the KV cache for each position."""
+    kv_positions: int = 0
+    """The number of positions of the KV cache, of all sequences together."""
     image_encoder_bytes: int = 0
     """Bytes of the weights of the image encoder; 0 without images."""
     latent_bytes: int = 0
@@ -257,6 +264,16 @@ class Ledger:
             for (pool, found), each in classes
         ]
 
+    def slots_of_text(self, tokens: int) -> int:
+        """Return the number of cache slots for full copies while the last token of a text of `tokens` tokens is
+        decoded, and no other text is in the KV cache."""
+        if self.most_slots == self.cache_slots:
+            return self.cache_slots
+        demand = self.demand
+        unused = demand.kv_positions - backed_positions(min(tokens, demand.context_tokens), demand.context_tokens)
+        used = demand.kv_cache_bytes - unused * demand.kv_position_bytes
+        return sum(self.slots_after(used + demand.step_bytes(1)))
+
     @property
     def slots_in_use(self) -> list[range]:
         """For each pool, the numbers of its slots, without the spare slots."""
@@ -342,6 +359,14 @@ class Ledger:
     @property
     def _beside(self) -> str:
         return f", with a draft model of {format_bytes(self.demand.draft_bytes)}" if self.demand.draft_bytes else ""
+
+
+def backed_positions(tokens: int, capacity_tokens: int) -> int:
+    """Return the number of positions of one sequence that have memory if `tokens` of its `capacity_tokens` positions
+    are in use."""
+    # the extra block is for sequences that begin within a page
+    blocks = -(-tokens // BLOCK_TOKENS) + bool(capacity_tokens % BLOCK_TOKENS)
+    return min(blocks * BLOCK_TOKENS, capacity_tokens)
 
 
 def allocate(budget_bytes: int, demand: Demand) -> Ledger:

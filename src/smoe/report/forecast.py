@@ -54,8 +54,8 @@ _SHARES = (0.1, 0.25, 0.5, 0.75)
 """The budgets in the table between the smallest and the largest one, given by the share of experts in memory."""
 _WITHOUT_LOW = "speeds are without low copies: their gain depends on which experts are missing, and on their importance"
 _ESTIMATE = (
-    "the sizes come from config.json only: once its files are on this machine, slots may be 4 KiB smaller, and reading may need "
-    "buffers"
+    "the sizes come from config.json only: once its files are on this machine, slots may be 4 KiB smaller, and reading "
+    "may need buffers"
 )
 
 

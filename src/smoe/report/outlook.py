@@ -46,7 +46,7 @@ _OTHER_HABITS = (LEAST_REPETITIVE, MOST_REPETITIVE)
 FASTER_READS = 2.0
 ANSWER_WORDS, LONG_PROMPT_TOKENS = 200, 2000
 """The number of words of an answer, and the number of tokens of a prompt, whose times `smoe plan` prints."""
-_TOKENS_A_WORD = 4 / 3
+TOKENS_A_WORD = 4 / 3
 """The mean number of tokens of an English word."""
 
 
@@ -122,7 +122,7 @@ class Outlook:
     @property
     def answer_seconds(self) -> float:
         """Seconds from the first to the last word of an answer of `ANSWER_WORDS` words."""
-        return ANSWER_WORDS * _TOKENS_A_WORD / self.asked.run.tokens_per_second
+        return ANSWER_WORDS * TOKENS_A_WORD / self.asked.run.tokens_per_second
 
     def plainly(self) -> str:
         """Return the forecast in one sentence."""
