@@ -88,6 +88,8 @@ def test_a_server_answers_and_ends_in_order(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with process("--name", "little", option) as (server, address), client_of(address) as client:
+        page = server.stderr.readline() if server.stderr is not None else ""
+        assert page == f"chat page: {address.removesuffix('v1')}\n", "a line with nothing but the address"
         stream: Any = client.chat.completions.create(
             model="little", messages=QUESTION, max_tokens=80, temperature=0, stream=True, logit_bias={"0": -100}
         )
@@ -101,12 +103,13 @@ def test_a_server_answers_and_ends_in_order(
         listening, ended = told
         assert (listening["event"], listening["url"], listening["model"]) == ("listening", address, "little")
         assert (listening["context_tokens"], listening["max_sequences"]) == (384, 4)
-        assert (ended["event"], ended["requests"], ended["new_tokens"]) == ("ended", 2, 80)  # with the list of models
+        assert (ended["event"], ended["requests"], ended["new_tokens"]) == ("ended", 1, 80)
+        assert ended["other_requests"] == 1, "the list of models"
         assert 0 < ended["peak_memory_bytes"] <= ended["memory_budget_bytes"] == listening["memory_budget_bytes"]
     else:
         assert not told
     assert ("POST /v1/chat/completions 200 " in err) == (option == "-v")
-    assert ("2 requests\n" in err and "80 new" in err) == (option == "-v")
+    assert ("1 request for text\n" in err and "80 new" in err) == (option == "-v")
     files = fetch("demo", None)
     layer = pace_of(files, "auto", Access.DIRECT).layer or pace_of(files, "auto", Access.PAGE_CACHE).layer
     assert layer is not None and 0 < layer < 1, "what the server measured is stored for the next forecast"
@@ -334,11 +337,15 @@ def test_the_last_lines_count_a_request_once(capsys: pytest.CaptureFixture[str])
         "process": None,
     }
     for given, expected in (
-        ({"requests": 1}, "answered        1 request\n"),
-        ({"requests": 12, "refused_requests": 8}, "answered        4 of 12 requests, 8 refused\n"),
+        ({"requests": 1}, "answered        1 request for text\n"),
+        ({"requests": 12, "refused_requests": 8}, "answered        4 of 12 requests for text, 8 refused\n"),
         (
             {"requests": 9, "refused_requests": 1, "failed_requests": 2, "abandoned_requests": 3},
-            "answered        3 of 9 requests, 1 refused, 2 failed, 3 left by their clients\n",
+            "answered        3 of 9 requests for text, 1 refused, 2 failed, 3 left by their clients\n",
+        ),
+        (
+            {"requests": 1, "other_requests": 1200},
+            "answered        1 request for text\nother requests  1,200 (page, models, health, metrics, ...)\n",
         ),
     ):
         print_totals(Totals(**counts | given))

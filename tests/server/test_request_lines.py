@@ -98,7 +98,10 @@ def test_totals_are_the_sums_of_answers(demo: Any, demo_tokenizer: Any) -> None:
         running.serving.meters.answers.labels("/v1/completions", 499).inc(2)
         eventually(lambda: running.serving.running == 0)
     totals = totals_of(running.serving)
-    assert (totals.requests, totals.answered_requests, totals.refused_requests, totals.failed_requests) == (15, 5, 8, 0)
+    assert (totals.requests, totals.answered_requests, totals.refused_requests, totals.failed_requests) == (9, 3, 4, 0)
+    assert totals.other_requests == 9, (
+        "token counts, paths of the page and of probes, models, unknown paths, embeddings"
+    )
     assert totals.abandoned_requests == 2
     assert running.serving.meters.count("smoe_http_requests")["/v1/models/{name}", "404"] == 1
     assert totals.new_tokens == 3 * TOKENS

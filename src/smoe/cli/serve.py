@@ -34,7 +34,8 @@ smoe serve ./my-moe --memory 8GiB --context 8192 --max-sequences 8 --port 9000
 SMOE_API_KEY=secret smoe serve ./my-moe --memory 8GiB --host 0.0.0.0
 
 The server prints its address, http://127.0.0.1:8000/v1; enter it in any
-program that uses OpenAI's API. docs/serve.md lists the requests. After
+program that uses OpenAI's API. To chat, open http://127.0.0.1:8000/ in a
+browser. docs/serve.md lists the requests. After
 Ctrl-C or SIGTERM responses in flight may finish; a second signal ends them,
 and a third exits at once.
 """
@@ -392,6 +393,8 @@ def _tell_where(bound_socket: socket.socket, serving: Serving, as_json: bool) ->
 
     addresses, config = [f"{address}/v1" for address in addresses_of(bound_socket)], serving.config
     note(f"serving {serving.name} at {' and '.join(addresses)} (Ctrl-C ends it)", is_asked=True)
+    for address in addresses_of(bound_socket):
+        note(f"chat page: {address}/", is_asked=True)
     if config.no_auth and not config.is_local:
         note("every client that can reach these addresses is answered: no key is required (--no-auth)", is_asked=True)
     if as_json:

@@ -77,17 +77,19 @@ def print_totals(totals: Totals) -> None:
         "left by their clients": totals.abandoned_requests,
     }
     parts = [f"{count:,} {what}" for what, count in others.items() if count]
-    requests = format_count(totals.requests, "request")
+    requests = f"{format_count(totals.requests, 'request')} for text"
     requests = f"{totals.answered_requests:,} of {requests}" if parts else requests
+    not_for_text = f"{totals.other_requests:,} (page, models, health, metrics, ...)" if totals.other_requests else ""
     rows = [
         ("answered", ", ".join([requests, *parts])),
+        ("other requests", not_for_text),
         ("tokens", tokens),
         ("memory", _memory(totals)),
         ("whole process", _process(totals)),
     ]
     if totals.hit_ratio is not None:
         experts = f"{totals.hit_ratio:.1%} were in memory, {format_bytes(totals.bytes_read)} read"
-        rows.insert(2, ("experts", experts))
+        rows.insert(3, ("experts", experts))
     _print([(name, value) for name, value in rows if value])
 
 

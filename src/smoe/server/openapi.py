@@ -57,6 +57,17 @@ Ollama's streams.
 """
 
 
+_OF_TEXT = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/messages",
+    "/v1/responses",
+    "/api/chat",
+    "/api/generate",
+)
+"""The paths of requests for text."""
+
+
 @dataclass(frozen=True)
 class Operation:
     """An operation of the API: one HTTP method of one path."""
@@ -77,9 +88,9 @@ class Operation:
     """For a GET: whether HEAD is supported as well."""
 
     @property
-    def is_api(self) -> bool:
-        """Whether the path belongs to the API, and not to probes, metrics or the page."""
-        return self.path.startswith(("/v1/", "/api/")) or self.path in ("/tokenize", "/detokenize", "/props")
+    def generates_text(self) -> bool:
+        """Whether a request to this operation asks the model for text."""
+        return self.path in _OF_TEXT
 
 
 _MESSAGE_REFUSALS: dict[int, type[BaseModel]] = dict.fromkeys((*_OF_ALL, *_OF_ASKING), answers.MessageRefusal)

@@ -11,10 +11,7 @@ from smoe.server.events import CLIENT_GONE
 from smoe.server.openapi import OPERATIONS
 from smoe.server.serving import Serving
 
-_NOT_COUNTED = frozenset(each.path for each in OPERATIONS if not each.is_api)
-"""Paths of probes, metrics and the page, which supervisors and browsers request by themselves."""
-
-_NOT_SUPPORTED = 501
+_OF_TEXT = frozenset(each.path for each in OPERATIONS if each.generates_text)
 
 
 @dataclass(frozen=True)
@@ -22,14 +19,16 @@ class Totals:
     """The counts of one server's work since its start: requests, tokens, seconds and bytes."""
 
     requests: int
-    """Requests to the API, whatever their result; not those of probes, metrics and the page."""
+    """Requests for text, whatever their result."""
+    other_requests: int
+    """All other requests, whatever their result: for the page and its files, the list of models, token counts, health
+    checks, metrics, and for something that this server does not have, such as embeddings."""
     refused_requests: int
-    """Requests that were answered with 4xx, or with 501: for something that this server does not have, such as
-    embeddings, for which some clients ask at their start."""
+    """Requests for text that were answered with 4xx."""
     failed_requests: int
-    """Requests that were answered with another 5xx, and streams that ended with an error."""
+    """Requests for text that were answered with 5xx, and streams that ended with an error."""
     abandoned_requests: int
-    """Requests whose client disconnected before the response."""
+    """Requests for text whose client disconnected before the response."""
     prompt_tokens: int
     """Tokens of prompts whose prefill began."""
     reused_tokens: int
@@ -64,18 +63,18 @@ class Totals:
 
 def _kind(status: int) -> str:
     """Return the kind of a response: `4xx` for a refusal, `5xx` for a failure, and the status of a client that left."""
-    if status == CLIENT_GONE:
-        return str(status)
-    return "4xx" if status == _NOT_SUPPORTED else f"{status // 100}xx"
+    return str(status) if status == CLIENT_GONE else f"{status // 100}xx"
 
 
 def totals_of(serving: Serving) -> Totals:
     """Return the totals of a server whose model is still open."""
     engine, meters = serving.engine, serving.meters
-    statuses = Counter[str]()
+    statuses, others = Counter[str](), 0
     for (path, status), count in meters.count("smoe_http_requests").items():
-        if path not in _NOT_COUNTED:
+        if path in _OF_TEXT:
             statuses[_kind(int(status))] += int(count)
+        else:
+            others += int(count)
     counters = serving.counters
 
     def whole(name: str) -> int:
@@ -83,6 +82,7 @@ def totals_of(serving: Serving) -> Totals:
 
     return Totals(
         requests=statuses.total(),
+        other_requests=others,
         refused_requests=statuses["4xx"],
         failed_requests=statuses["5xx"],
         abandoned_requests=statuses[str(CLIENT_GONE)],
