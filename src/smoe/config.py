@@ -463,9 +463,10 @@ class EngineConfig(PolicySettings):
         0.0,
         Number("a number from 0 (exact) to 1", lambda value: 0 <= value <= 1),
         "LOSSY above 0: replace missing experts by resident experts of similar router score; 0.3 is usual, and a "
-        "higher value replaces more experts. Without --preset it implies --preset smoe. Default of --preset smoe: "
-        "the alpha that smoe tune found for the model, else 0.3.",
+        "higher value replaces more experts. Default of --preset smoe: the alpha that smoe tune found for the model, "
+        "else 0.3.",
         option="--alpha",
+        implies="smoe",
         replaces={"alpha_as_priced": False},
     )
     """SMoE's substitution threshold (lossy). Let S be the score of rank k+1, the best expert that is not chosen. A
@@ -499,8 +500,9 @@ class EngineConfig(PolicySettings):
         "none",
         OneOf(*LOW_PRECISION),
         "LOSSY: load missing experts that matter little to a token in fewer bits, from a copy that smoe pack "
-        "--precision has written: int8, int4, int3, int2. Without --preset it implies --preset hobbit.",
+        "--precision has written: int8, int4, int3, int2.",
         option="--low-precision",
+        implies="hobbit",
         panel=LOW,
     )
     """The precision of additional copies, from a file that `smoe pack --precision` wrote, which replace missing experts
@@ -563,6 +565,7 @@ class EngineConfig(PolicySettings):
         "dropping the expert) within this increase of perplexity, e.g. 1%; needs smoe tune --prices. In smoe tune "
         "it has another meaning: find the largest alpha within this increase.",
         option="--max-perplexity-increase",
+        implies="balanced",
         left_out="no bound",
         panel=LOW,
     )
@@ -652,21 +655,31 @@ class EngineConfig(PolicySettings):
     def lossy(self) -> list[str]:
         """Descriptions of the settings by which the text may differ from the unmodified model's by more than
         rounding."""
+        return list(self.lossy_settings.values())
+
+    @property
+    def lossy_settings(self) -> dict[str, str]:
+        """{setting: description} of the settings by which the text may differ from the unmodified model's by more than
+        rounding."""
         low, by_shares = f"missing experts in {self.low_precision}", self.precision_shares is not None
         reasons = {
-            f"alpha {self.alpha:g}": self.alpha > 0,
-            f"experts in {self.precision}": self.precision != "auto",
-            f"{low} by shares": by_shares,
-            f"{low} beyond {self.low_threshold:g}": self.has_low and self.low_threshold < 1 and not by_shares,
-            f"none beyond {self.skip_threshold:g}": self.skip_threshold < 1 and not by_shares,
-            f"low copies meanwhile ({self.low_precision})": self.low_meanwhile,
-            f"misses resolved within {100 * (self.max_perplexity_increase or 0):.3g} % more perplexity": (
-                self.max_perplexity_increase is not None
+            "alpha": (self.alpha > 0, f"alpha {self.alpha:g}"),
+            "precision": (self.precision != "auto", f"experts in {self.precision}"),
+            "precision_shares": (by_shares, f"{low} by shares"),
+            "low_threshold": (
+                self.has_low and self.low_threshold < 1 and not by_shares,
+                f"{low} beyond {self.low_threshold:g}",
             ),
-            f"misses resolved within {self.tpot_seconds} s a token": self.tpot_seconds is not None,
-            f"activations in {self.activations}": self.activations == INT8,
+            "skip_threshold": (self.skip_threshold < 1 and not by_shares, f"none beyond {self.skip_threshold:g}"),
+            "low_meanwhile": (self.low_meanwhile, f"low copies meanwhile ({self.low_precision})"),
+            "max_perplexity_increase": (
+                self.max_perplexity_increase is not None,
+                f"misses resolved within {100 * (self.max_perplexity_increase or 0):.3g} % more perplexity",
+            ),
+            "tpot_seconds": (self.tpot_seconds is not None, f"misses resolved within {self.tpot_seconds} s a token"),
+            "activations": (self.activations == INT8, f"activations in {self.activations}"),
         }
-        return [reason for reason, applies in reasons.items() if applies]
+        return {name: reason for name, (applies, reason) in reasons.items() if applies}
 
     def __post_init__(self) -> None:
         for name, each in SETTINGS.items():

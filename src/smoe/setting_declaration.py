@@ -233,8 +233,13 @@ class Setting:
     """Another setting, without certain values of which this one has no effect (`config.belongs_to`); empty: none."""
     replaces: Mapping[str, Any] = field(default_factory=dict)
     """{other setting: value}. If this setting is given, these values replace those of a preset."""
+    implies: str = ""
+    """The preset of a command line that gives this setting and no preset; empty: `exact`. If several given settings
+    imply a preset, the one that is declared last counts."""
 
 
 def setting(default: Any, allowed: Allowed, help: str, **more: Any) -> Any:
     """Return a field of the dataclass `EngineConfig` that declares a setting. `more`: further fields of `Setting`."""
+    if "implies" in more:
+        help = f"{help} Without a preset it implies the preset {more['implies']}."
     return field(default=default, metadata={"setting": Setting(allowed, help, **more)})

@@ -15,7 +15,10 @@ import pytest
 
 import smoe
 from smoe.cli import generate as command
+from smoe.cli.options import EngineOptions
+from smoe.config import SETTINGS
 from smoe.generation import generate as generation
+from smoe.presets import configure
 from tests import zoo
 from tests.forked import Forked
 
@@ -90,6 +93,42 @@ def test_the_summary_names_the_kernels_that_ran(run, checkpoint, options):
     (line,) = [each for each in err.splitlines() if each.startswith("arithmetic ")]
     assert ("torch computed the experts" in line) is (ran == "torch") and f"({' '.join(options)})" in line
     assert ("smoe's kernels" in line) is (ran != "torch")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--alpha", 0.3), "--alpha makes"),
+        (("--alpha", 0.3, "--skip-threshold", 0.9), "--alpha and --skip-threshold make"),
+        ((), None),
+        (("--alpha", 0), None),
+    ],
+)
+def test_lossy_options_beside_the_preset_exact_are_warned_of(run, checkpoint, options, named):
+    """The preset is as typed, and not the one that the option implies: would catch the cache of --preset smoe."""
+    asked = ("generate", checkpoint, "--memory", "4MiB", "-p", "x", "--max-new-tokens", 2, *options)
+    typed, implied = run(*asked, "--preset", "exact"), run(*asked)
+    assert typed.code == implied.code == 0 and "no longer exact" not in implied.err
+    words = " ".join(typed.err.split())
+    assert ("no longer exact, although --preset exact is given" in words) is (named is not None)
+    assert named is None or f"warning: {named} this run lossy" in words
+
+
+@pytest.mark.parametrize(
+    ("given", "eviction", "implied"),
+    [
+        ({"alpha": 0.3}, "score", "smoe"),
+        ({"low_precision": "int4"}, "multidimensional", "hobbit"),
+        ({"alpha": 0.3, "low_precision": "int4"}, "multidimensional", "hobbit"),
+        ({"low_precision": "int4", "max_perplexity_increase": "1%"}, "auto", "balanced"),
+        ({"alpha": 0.0}, "auto", "exact"),
+    ],
+)
+def test_an_option_implies_the_preset_that_its_setting_declares(given, eviction, implied):
+    values = {name: SETTINGS[name].allowed.parse(name, value) for name, value in given.items()}
+    config = EngineOptions(**given).config()
+    assert config.eviction == eviction and config == configure(implied, **values, max_sequences=1)
+    assert all(f"it implies the preset {each.implies}." in each.help for each in SETTINGS.values() if each.implies)
 
 
 def test_an_interrupted_run_ends_without_a_comparison(run, checkpoint, monkeypatch):

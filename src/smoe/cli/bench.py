@@ -155,7 +155,7 @@ def _no_cell(context_tokens: int, cells: list[TableCell]) -> ConfigError:
     return ConfigError(f"{message}: give {allowed}", setting="context_tokens", given=context_tokens, allowed=allowed)
 
 
-def _check(given: dict[str, Any], ablation: str | None, quick: bool, share: bool, preset: str) -> None:
+def _check(given: dict[str, Any], ablation: str | None, quick: bool, share: bool, preset: str | None) -> None:
     """Raise `ConfigError` if one of the given options would have no effect together with the others."""
     for name, value in given.items():
         if ablation is None and value is not None:
@@ -168,7 +168,7 @@ def _check(given: dict[str, Any], ablation: str | None, quick: bool, share: bool
     if share and (quick or ablation is not None):
         message = f"--share has no meaning with {'--quick' if quick else '--ablation'}; leave one of them out"
         raise ConfigError(message, setting="share", given=True, allowed="only without `quick` and `ablation`")
-    if ablation is not None and preset != "exact":
+    if ablation is not None and preset not in (None, "exact"):
         message = "--ablation sets the switches of every step; leave out --preset"
         raise ConfigError(message, setting="preset", given=preset, allowed="only without `ablation`")
     if given["plot"] is not None:

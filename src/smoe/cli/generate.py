@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from smoe.cli.libraries import import_libraries
-from smoe.cli.options import Debug, EngineOptions, Json, Model, check_text, substituting
+from smoe.cli.options import Debug, EngineOptions, Json, Model, check_text, substituting, warn_of_losses
 from smoe.cli.request_options import PromptOptions, SamplingOptions
 from smoe.errors import ConfigError
 
@@ -140,7 +140,11 @@ def _seconds(tpot: str | None, engine: EngineOptions) -> float | None:
     if tpot is not None and engine.alpha is not None:
         message = "--tpot chooses alpha; give either --tpot or --alpha"
         raise ConfigError(message, setting="alpha", given=engine.alpha, allowed="only without `tpot`")
-    return parse_seconds(tpot, "tpot") if tpot is not None else None
+    if tpot is None:
+        return None
+    if engine.preset == "exact":
+        warn_of_losses(["--tpot"])
+    return parse_seconds(tpot, "tpot")
 
 
 def _meet(seconds: float, model: str, preset: str, ready: PreTrainedModel) -> None:
@@ -207,7 +211,7 @@ def _run(
         _shown(ready, model, texts, watch) as say,
     ):
         if tpot is not None:
-            _meet(tpot, model, engine.preset, ready)
+            _meet(tpot, model, engine.preset or "exact", ready)
         if streams:
             _show_prompt(texts)
         bar = Patience("reading the prompt" if len(texts) == 1 and streams else "generating")

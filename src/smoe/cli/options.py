@@ -6,15 +6,16 @@ A command takes a whole group (`engine: EngineOptions`), whose fields `spread.py
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import make_dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
 from smoe.bounds import EMULATED
-from smoe.cli.console import output, print_json
-from smoe.cli.settings import asks_for_help, described, listing, settings_of
-from smoe.config import DEFAULT_ALPHA, SETTINGS, EngineConfig
+from smoe.cli.console import output, print_json, warn_once
+from smoe.cli.settings import asks_for_help, described, listing, option_of, settings_of
+from smoe.config import DEFAULT_ALPHA, DEFAULTS, SETTINGS, EngineConfig
 from smoe.errors import ConfigError
 from smoe.presets import PRESETS, configure
 from smoe.setting_declaration import ENGINE, MEMORY, Setting
@@ -46,13 +47,13 @@ _OWN: list[tuple[str, Any, Any]] = [
     (
         "preset",
         Annotated[
-            str,
+            str | None,
             typer.Option(
-                help=f"Named set of settings, which other options override: {', '.join(PRESETS)}.",
+                help=f"Named set of settings, which other options override: {', '.join(PRESETS)}. \\[default: exact]",
                 rich_help_panel=ENGINE,
             ),
         ],
-        "exact",
+        None,
     ),
     (
         "revision",
@@ -107,8 +108,8 @@ class _Configurable:
     def config(self, sequences: int = 1) -> EngineConfig:
         """Return the engine's configuration for `sequences` prompts at once.
 
-        Without a preset, an alpha implies the smoe preset, a perplexity bound the balanced preset, and low-precision
-        copies the hobbit preset.
+        If no preset is given, an option may imply one (`Setting.implies`). Prints a warning if the preset `exact` is
+        given with lossy options.
         """
         if self.alpha and self.preset == "smoe-exact":
             raise ConfigError(
@@ -133,20 +134,12 @@ class _Configurable:
             given |= {"memory_bytes": parse_bytes(self.process_memory, "memory_bytes"), "count": "process"}
         if self.max_sequences is None:
             given["max_sequences"] = sequences
-        config = configure(self._preset, **given, **settings_of(self.settings or ()))
+        preset = _implied(given) if self.preset is None else self.preset
+        config = configure(preset, **given, **settings_of(self.settings or ()))
         _refuse_idle_copies(config)
+        if self.preset == "exact":
+            warn_of_losses([option_of(name) for name in config.lossy_settings])
         return config
-
-    @property
-    def _preset(self) -> str:
-        """Return the name of the preset: the given one, or the one that another option implies."""
-        if self.preset != "exact":
-            return str(self.preset)
-        if self.max_perplexity_increase is not None:
-            return "balanced"
-        if self.low_precision not in (None, "none"):
-            return "hobbit"
-        return "smoe" if self.alpha else "exact"
 
     def _given(self, name: str, each: Setting) -> Any:
         """Return the value of a setting's option; None if the option is not given."""
@@ -163,6 +156,26 @@ if TYPE_CHECKING:
         settings."""
 else:
     EngineOptions = make_dataclass("EngineOptions", _fields(), bases=(_Configurable,), frozen=True)
+
+
+def _implied(given: Mapping[str, Any]) -> str:
+    """Return the preset of a command line without a preset. `given`: {setting: value}; None stands for an option that
+    is not given."""
+    values = [
+        each.implies for name, each in SETTINGS.items() if each.implies and given[name] not in (None, DEFAULTS[name])
+    ]
+    return values[-1] if values else "exact"
+
+
+def warn_of_losses(options: Sequence[str]) -> None:
+    """Print a warning about lossy options that are given together with `--preset exact`, if there are any."""
+    if options:
+        verb = "makes" if len(options) == 1 else "make"
+        warn_once(
+            "preset",
+            f"{' and '.join(options)} {verb} this run lossy: its results are no longer exact, although --preset exact "
+            f"is given; for exact results, leave out {' and '.join(options)}",
+        )
 
 
 def in_container(config: EngineConfig) -> EngineConfig:
@@ -202,7 +215,7 @@ def substituting(options: EngineOptions, sequences: int = 1) -> EngineConfig:
     if options.alpha is not None:
         message = "this command sets alpha; leave out --alpha"
         raise ConfigError(message, setting="alpha", given=options.alpha, allowed="no value: the command sets it")
-    if options.preset == "exact" and options.low_precision is None:
+    if options.preset in (None, "exact") and options.low_precision is None:
         options = replace(options, preset="smoe")
     config = replace(options.config(sequences), alpha_as_priced=False)
     return config if config.alpha > 0 else replace(config, alpha=DEFAULT_ALPHA)

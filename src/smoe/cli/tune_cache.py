@@ -85,7 +85,7 @@ def tune_eviction(model: str, engine: EngineOptions, tuned: TuneOptions) -> Meas
 
 def _config(options: EngineOptions) -> EngineConfig:
     """Return the configuration whose cache is tuned: that of the preset hobbit if no preset is given."""
-    if options.preset == "exact":
+    if options.preset in (None, "exact"):
         options = replace(options, preset="hobbit")
     return replace(options.config(), alpha=0.0, alpha_as_priced=False)
 
