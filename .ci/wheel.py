@@ -134,7 +134,7 @@ def by_pip(place: Path, tools: Path, packages: Path) -> None:
     commands = run("smoe", "--help").stdout
     for extra, command, missing in (
         ("serve", ("serve", "demo"), "pip install '.[serve]'"),
-        ("cluster", ("cluster", "up", "demo", "--local", "1"), "pip install pyzmq"),
+        ("cluster", ("cluster", "up", "demo", "--local", "1"), "pip install '.[cluster]'"),
     ):
         if not re.search(rf"^\W*{extra} ", commands, re.MULTILINE):
             continue

@@ -6,12 +6,14 @@ things and names one.
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 
+import smoe
 from smoe.presets import PRESETS
 from tests.cli.conftest import SIZE, Ran, Run
 
@@ -70,7 +72,17 @@ def test_pyzmq_is_installed_first_where_it_is_missing(run: Run, model: Path, mon
     monkeypatch.setattr("smoe.cli.first_use.find_spec", lambda name: None)
     refused = run("generate", model, *SIZE, "--preset", "cluster", "-p", "once")
     behind = refused.err.partition("to make it work:\n")[2]
-    assert behind.splitlines()[0] == "  pip install pyzmq" and "smoe cluster up" in behind
+    assert behind.splitlines()[0].split("#")[0].strip() == "pip install '.[cluster]'" and "smoe cluster up" in behind
+
+
+def test_pyzmq_is_installed_in_one_way_only() -> None:
+    """Would catch a page or a message that names another package or extra than `docs/cluster.md`."""
+    root = Path(smoe.__file__).parents[2]
+    files = [root / "README.md", *root.glob("docs/*.md"), *root.glob("src/smoe/**/*.py")]
+    found = {
+        way for file in files for way in re.findall(r"pip install [^\n#]*(?:zmq|cluster\])'?", file.read_text("utf8"))
+    }
+    assert found == {"pip install '.[cluster]'"}
 
 
 def test_a_setting_of_a_preset_is_named_with_it(run: Run, model: Path) -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from smoe.cli.cluster import DEFAULT_NAME
 from smoe.cli.typed_value import typed_value
 from smoe.errors import UnpreparedError
+from smoe.load.check_zmq import INSTALL
 from smoe.policy.registry import predictor_kind
 from smoe.presets import PRESETS
 
@@ -58,7 +59,7 @@ def _workers(draft_precision: str | None) -> Preparation:
     has_draft, has_zmq = draft_precision is not None, find_spec("zmq") is not None
     up = f"smoe cluster up MODEL --local 2{' --draft' if has_draft else ''} {_TERMINAL}"
     commands = () if has_zmq and _are_running(has_draft) else (up,)
-    install = () if has_zmq else ("pip install pyzmq",)
+    install = () if has_zmq else (f"{INSTALL}    # in the copy of the repository",)
     options = ("--cluster", DEFAULT_NAME)
     if not has_draft:
         return Preparation((*install, *commands), options)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from smoe.errors import ConfigError
 
+INSTALL = "pip install '.[cluster]'"
+"""The command, in the copy of the repository, that installs pyzmq."""
+
 
 def check_zmq() -> None:
     """Raise `ConfigError` if pyzmq is not installed. The machines of a cluster communicate by it."""
@@ -11,7 +14,7 @@ def check_zmq() -> None:
         import zmq  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            "a cluster needs pyzmq, which is not installed; run: pip install pyzmq",
+            f"a cluster needs pyzmq, which is not installed; run, in the copy of the repository: {INSTALL}",
             setting="cluster",
             given="a cluster",
             allowed="requires pyzmq",
