@@ -26,7 +26,28 @@ from tests.forked import Forked
         ("serve --port x", "--port is 'x'; it must be a whole number; smoe serve --help lists the options"),
         ("serve --port", "--port needs a value"),
         ("pack", "MODEL is missing; smoe pack --help lists the options"),
-        ("plan demo 8GiB", "unexpected argument '8GiB'; smoe plan --help lists the options"),
+        (
+            "plan demo 8GiB",
+            "unexpected argument '8GiB'; to give it as the memory budget: --memory 8GiB; smoe plan --help",
+        ),
+        (
+            "plan demo --memory 8 GiB",
+            "unexpected argument 'GiB'; a size has no space before its unit, such as 8GiB; smoe plan --help",
+        ),
+        ("chat demo other", "unexpected argument 'other'; smoe chat --help lists the options"),
+        (
+            "generate --tokens 60",
+            "the option --tokens is unknown (did you mean --max-new-tokens?); smoe generate --help",
+        ),
+        (
+            "chat -p Hi",
+            "the option -p is unknown; a prompt is an option of smoe generate: smoe generate -p Hi; smoe chat",
+        ),
+        (
+            "--memory 5GiB",
+            "the option --memory is unknown before a command; give it after one: smoe generate --memory 5GiB; smoe",
+        ),
+        ("--modl x", "the option --modl is unknown; smoe --help lists the commands"),
         ("generate demo Tom", "unexpected argument 'Tom'; to give it as a prompt: -p Tom; smoe generate --help"),
         ("nothing", "no such command 'nothing'; smoe --help lists the commands"),
         ("launch", "smoe launch needs a program to start: " + ", ".join(PROGRAMS)),
@@ -79,6 +100,13 @@ def test_only_what_is_near_is_suggested(run):
 def test_a_prompt_without_its_option_is_quoted_as_it_must_be_typed(run):
     refused = run("generate", "demo", "Once upon a time")
     assert "-p 'Once upon a time'; smoe generate --help" in refused.err and refused.err.count("\n") == 1
+
+
+def test_a_text_in_the_place_of_the_model_is_shown_as_a_prompt(run):
+    refused = run("generate", "Once upon a time")
+    assert refused.code == 2 and "hint: to continue this text: smoe generate MODEL -p 'Once upon a time'" in refused.err
+    assert "to continue this text" not in run("generate", "./no such/model").err
+    assert "to continue this text" not in run("chat", "Once upon a time").err
 
 
 def test_a_mistyped_command_gets_a_suggestion(run):

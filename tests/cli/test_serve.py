@@ -273,6 +273,8 @@ def test_the_key_may_be_in_a_file(tmp_path: Path) -> None:
         (["--host", "0.0.0.0", "--api-key", "x", "--no-auth"], "--no-auth"),
         (["--api-key", "with space"], "--api-key"),
         (["--api-key-file", "/no/such/file"], "--api-key-file /no/such/file cannot be read: No such file"),
+        (["--api-key-file", "/no/such/file"], "give the path of a file with a key"),
+        (["--chat-template", "/no/such/file"], "give the path of a text file that contains a Jinja template"),
         (["--api-key-file", __file__], "--api-key"),
         (["--api-key-file", __file__, "--api-key", "x"], "exclude each other"),
         (["--port", "99999"], "--port"),
@@ -282,8 +284,11 @@ def test_the_key_may_be_in_a_file(tmp_path: Path) -> None:
         (["--drain", "-1"], "--drain is"),
         (["--allow-origin", "chat.example"], "--allow-origin"),
         (["--host", "not.a.host.invalid", "--no-auth"], "--host"),
-        (["--host", "192.0.2.1", "--no-auth"], "give another --host"),  # for documents: no machine has it
-        (["--name", ""], "--name"),
+        (
+            ["--host", "192.0.2.1", "--no-auth"],
+            "give another --host (127.0.0.1: this machine only",
+        ),  # for documents: no machine has it
+        (["--name", ""], "--name is ''; it must be a text of printable characters"),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_model_is_loaded(run: Run, options: list[str], words: str) -> None:

@@ -166,7 +166,7 @@ def complain(error: SmoeError, commands: Sequence[str] = ()) -> None:
     if isinstance(error, BudgetError) and error.setting != "worker_memory":
         without = _in_words(_not_of_plans())
         hints.append(f"smoe plan {model}{_sequences_typed()}, without {without}, shows what each budget buys.")
-    hints += _of_preset(error)
+    hints += [*_of_preset(error), *_of_text(error)]
     for hint in hints:
         console.print(f"[bold]hint:[/bold] {escape(hint)}", soft_wrap=True)
     if commands:
@@ -183,6 +183,14 @@ def _of_preset(error: SmoeError) -> list[str]:
     if value is None or any(word.partition("=")[0] == option or f"{setting}=" in word for word in sys.argv):
         return []
     return [f"{_typed(setting, in_words(value))} comes from --preset {preset}."]
+
+
+def _of_text(error: SmoeError) -> list[str]:
+    """Return a hint that the argument of `smoe generate` is a model, if the user gave a text instead."""
+    given = str(error.given)
+    if error.setting != "model" or sys.argv[1:2] != ["generate"] or " " not in given or "/" in given:
+        return []
+    return [f"to continue this text: smoe generate MODEL -p {shlex.quote(given)}"]
 
 
 def _sequences_typed() -> str:

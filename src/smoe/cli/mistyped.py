@@ -16,6 +16,10 @@ _ELSEWHERE = {
     "-n": "--max-new-tokens",
     "--n-predict": "--max-new-tokens",
     "--max-tokens": "--max-new-tokens",
+    "--tokens": "--max-new-tokens",
+    "--num-predict": "--max-new-tokens",
+    "--ram": "--memory",
+    "--budget": "--memory",
     "-c": "--context",
     "--ctx-size": "--context",
     "-t": "--threads",
@@ -28,6 +32,9 @@ _ELSEWHERE = {
 """{option of another program: the option of smoe with the same meaning}."""
 _COMMANDS_ELSEWHERE = {"run": "chat", "help": "--help", "version": "--version"}
 """{command of another program: the command or option of smoe with the same meaning}."""
+_PROMPT_OPTIONS = ("-p", "--prompt")
+_UNIT = re.compile(r"[KMGT]?i?B", re.IGNORECASE)
+_SIZE = re.compile(r"[0-9.]+ ?[KMGT]i?B?", re.IGNORECASE)
 _MODEL_OPTIONS = ("-m", "--model")
 """Options with which other programs are given the model."""
 _NO_COMMAND = re.compile(r"No such command '(.*?)'\..*", re.DOTALL)
@@ -74,7 +81,7 @@ def _what(error: Any, context: Any) -> str:
         return f"{_named(parameter)} is missing"
     extra = _EXTRA.fullmatch(str(error.message))
     if extra is not None:
-        return f"unexpected argument {extra[1]!r}{_as_prompt(extra[1], context)}"
+        return f"unexpected argument {extra[1]!r}{_as_option(extra[1], context)}"
     command = _NO_COMMAND.fullmatch(str(error.format_message()))
     if command is not None and context is not None:
         return f"no such command {command[1]!r}{_meant_command(command[1], context)}"
@@ -82,10 +89,32 @@ def _what(error: Any, context: Any) -> str:
     return text[:1].lower() + text[1:]
 
 
-def _as_prompt(given: str, context: Any) -> str:
-    """Return how to give an argument as a prompt, if the command takes prompts; else an empty text."""
-    takes_prompts = context is not None and any("--prompt" in each.opts for each in context.command.params)
-    return f"; to give it as a prompt: -p {shlex.quote(given)}" if takes_prompts else ""
+def _as_option(given: str, context: Any) -> str:
+    """Return how to give an argument by an option: a size as the memory, or a text as a prompt if the command takes
+    prompts. Return an empty text for other arguments."""
+    known = _options_of(context)
+    if _UNIT.fullmatch(given):
+        return f"; a size has no space before its unit, such as 8{given}"
+    if _SIZE.fullmatch(given) and "--memory" in known:
+        return f"; to give it as the memory budget: --memory {shlex.quote(given.replace(' ', ''))}"
+    return f"; to give it as a prompt: -p {shlex.quote(given)}" if "--prompt" in known else ""
+
+
+def _options_of(context: Any) -> list[str]:
+    parameters = [] if context is None else context.command.params
+    return [option for each in parameters for option in each.opts if option.startswith("-")]
+
+
+def _of_a_command(name: str, context: Any) -> str:
+    """Return an example of an option that stands before the command, and belongs behind it; empty if no command has
+    this option."""
+    commands = getattr(context.command, "commands", {}) if context is not None else {}
+    owner = next((each for each in commands if any(name in own.opts for own in commands[each].params)), None)
+    if owner is None:
+        return ""
+    value = typed_value([name])
+    words = [context.command_path, "generate" if "generate" in commands else owner, name, value]
+    return f" before a command; give it after one: {' '.join(shlex.quote(word) for word in words if word)}"
 
 
 def _listed(context: Any) -> str:
@@ -115,7 +144,12 @@ def _meant_option(name: str, possibilities: Any, context: Any) -> str:
     if name in _MODEL_OPTIONS and any(each.name == "model" for each in parameters):
         model = shlex.quote(typed_value([name]) or "demo")
         return f": the model is given without an option: {context.command_path} {model}"
-    known = [option for each in parameters for option in each.opts if option.startswith("-")]
+    known = _options_of(context)
+    if name in _PROMPT_OPTIONS and "--prompt" not in known and any(each.name == "model" for each in parameters):
+        return f"; a prompt is an option of smoe generate: smoe generate -p {shlex.quote(typed_value([name]) or '...')}"
     meant = _ELSEWHERE.get(name)
+    elsewhere = "" if meant in known else _of_a_command(name, context)
+    if elsewhere:
+        return elsewhere
     found = [meant] if meant in known else get_close_matches(name, [*known, *(possibilities or ())], n=1, cutoff=_NEAR)
     return f" (did you mean {found[0]}?)" if found else ""

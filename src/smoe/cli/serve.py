@@ -52,8 +52,8 @@ class ServerOptions:
     host: Annotated[
         str,
         typer.Option(
-            help="Address on which the server listens; other machines can connect if it is not loopback, which needs "
-            "--api-key or --no-auth.",
+            help="Address on which the server listens. To 127.0.0.1 only programs on this machine can connect; to "
+            "0.0.0.0 other machines can connect too, which needs --api-key or --no-auth.",
             rich_help_panel=_SERVER,
         ),
     ] = "127.0.0.1"
@@ -243,7 +243,7 @@ def _key_in(file: Path) -> str:
         key = file.read_text(encoding="utf8").strip()
         why = key_fault(key)
     except OSError as error:
-        why = f"cannot be read: {error.strerror or error}"
+        why = f"cannot be read: {error.strerror or error}; give the path of a file with a key"
     except UnicodeDecodeError:
         why = "is not text in UTF-8"
     if why is None:
@@ -259,7 +259,7 @@ def _key_in(file: Path) -> str:
 def command(
     server: ServerOptions, engine: EngineOptions, model: Model = "demo", json: Json = False, debug: Debug = False
 ) -> None:
-    """Serve a model over HTTP with OpenAI's API.
+    """Serve a model over HTTP, with a chat page for the browser and the APIs of OpenAI, Anthropic and Ollama.
 
     Several requests are decoded together (--max-sequences; by default 4), each with the same result as alone up to
     rounding. Listens on this machine only, unless --host is given.
@@ -432,7 +432,7 @@ def _tell_the_end(totals: Totals, as_json: bool) -> None:
 def _name(given: str | None, model: str) -> str:
     """Return the model's name for clients: a hub id unchanged, or the last part of a path without `.gguf`."""
     if given is not None and (not given.strip() or not given.isprintable()):
-        raise ConfigError.out_of_bounds("name", given, "a name that can be read")
+        raise ConfigError.out_of_bounds("name", given, "a text of printable characters that is not empty")
     if given is not None:
         return given
     path = Path(model).absolute()  # not resolved: a link has a name of its own, its file in a cache may have a hash

@@ -28,7 +28,7 @@ def read_template(path: Path) -> str:
     try:
         template = path.read_text(encoding="utf8")
     except (OSError, UnicodeDecodeError) as error:
-        raise _unusable(path, f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise _unusable(path, _unread(error)) from error
     process = TemplateProcess()
     try:
         text = process.render(template, _VARIABLES, process.deadline())
@@ -39,6 +39,11 @@ def read_template(path: Path) -> str:
     if _QUESTION not in text:
         raise _unusable(path, "leaves out the user's message: it writes no `content` of `messages`")
     return template
+
+
+def _unread(error: OSError | UnicodeDecodeError) -> str:
+    why = getattr(error, "strerror", None) or error
+    return f"cannot be read: {why}; give the path of a text file that contains a Jinja template"
 
 
 def _unusable(path: Path, why: str) -> ConfigError:

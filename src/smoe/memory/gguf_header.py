@@ -288,7 +288,7 @@ def _read_counts(reader: _Reader) -> tuple[int, int]:
         found = repr(start).removeprefix("b")
         raise CheckpointError(
             f"{path} is not a GGUF file: it begins with the bytes {found}, not with {MAGIC.decode()!r}; it is a file "
-            "of another kind, or its download has failed"
+            "of another kind, or its download has failed: give another file, or download this one again"
         )
     version = reader.number("I", "the version")
     if version and version & 0xFFFF == 0:

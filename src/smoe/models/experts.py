@@ -80,8 +80,8 @@ def find_sites(model: PreTrainedModel) -> list[ExpertsSite]:
             )
         where = f" by the config.json in {model.config.name_or_path}" if model.config.name_or_path else ""
         raise NotMoEError(
-            f"{kind!r} has no routed experts{where}: it is a dense model, for which smoe has no advantage; use "
-            "transformers directly"
+            f"{kind!r} has no routed experts{where}: it is a dense model, and smoe runs Mixture-of-Experts models "
+            "only; give another model, or run this one with transformers"
         )
     layers = [site.layer for site in sites]
     if len(set(layers)) != len(layers):

@@ -85,7 +85,7 @@ def not_moe(path: Path, architecture: str) -> NotMoEError:
     """Return the error for a GGUF file of a dense model, which has no routed experts."""
     return NotMoEError(
         f"{path} holds a model of the architecture {architecture!r:.80} that has no routed experts: it is a dense "
-        "model, which transformers alone serves as well"
+        "model, and smoe runs Mixture-of-Experts models only; give another file, or run this one with llama.cpp"
     )
 
 

@@ -86,7 +86,8 @@ def _refused(config: ServerConfig, error: OSError | UnicodeError) -> ConfigError
     why = getattr(error, "strerror", None) or str(error)
     if number == errno.EADDRINUSE:
         why += _by_whom(config.port)
-    instead = f"give another `{about}`" + ("" if is_of_the_host else " (0: any free one)")
+    choices = "127.0.0.1: this machine only; 0.0.0.0: all its addresses" if is_of_the_host else "0: any free one"
+    instead = f"give another `{about}` ({choices})"
     return ConfigError(
         f"cannot listen at `host={config.host}`, `port={config.port}`: {why}; {instead}",
         setting=about,
