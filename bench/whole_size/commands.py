@@ -22,11 +22,18 @@ from typing import Any
 
 from bench.peers.cgroup import MemoryCgroup, find_parent
 from bench.peers.process import JOIN_AND_RUN
-from bench.whole_size.starts import PROMPT, conditions, environment, one_start, plan, prepare
+from bench.whole_size.starts import CONTEXT, conditions, environment, one_start, plan, prepare
 from smoe.units import parse_bytes
 
-TEXT = " ".join([PROMPT] * 6)
-"""The prompt: some 120 tokens."""
+TEXT = (
+    "A lighthouse keeper wrote down the weather every evening for thirty years. On clear days he counted the "
+    "ships that passed, and on foggy ones he rang the bell by hand until his arms hurt. When the station was "
+    "closed, a student of the climate bought his notebooks for the price of the paper. She found in them a winter "
+    "that no other record had, and two summers in which the sea had been warmer than anybody had believed. "
+    "Explain to a reader who has never seen the coast why such a diary can be worth more to science than a year "
+    "of measurements from an expensive instrument."
+)
+"""The prompt: some 120 tokens of a text without repetitions, so that it uses as many experts as usual texts."""
 _CHAT = re.compile(r"first token after ([\d.]+) (m?s).*?([\d.]+) tokens/s", re.DOTALL)
 _UNITS = {"s": 1.0, "ms": 1e-3}
 
@@ -59,7 +66,7 @@ def main() -> None:
 
 def generate(given: argparse.Namespace) -> dict[str, Any]:
     """Return the times of `smoe generate`, as it reports them."""
-    words = ["generate", str(given.model), "--process-memory", given.limit, "--context", "1024", "-p", TEXT]
+    words = ["generate", str(given.model), "--process-memory", given.limit, "--context", CONTEXT, "-p", TEXT]
     ended = _ended([*words, "--max-new-tokens", str(given.new), "--json"], None, given)
     said = json.loads(ended["output"])
     names = ("tokens_per_second", "prompt_tokens", "new_tokens", "hit_ratio", "bytes_read_per_token")
@@ -73,7 +80,7 @@ def generate(given: argparse.Namespace) -> dict[str, Any]:
 
 def chat(given: argparse.Namespace) -> dict[str, Any]:
     """Return the times of the first answer of `smoe chat`, as it prints them."""
-    words = ["chat", str(given.model), "--process-memory", given.limit, "--context", "1024"]
+    words = ["chat", str(given.model), "--process-memory", given.limit, "--context", CONTEXT]
     ended = _ended([*words, "--max-new-tokens", str(given.new)], f"{TEXT}\n", given)
     said = _CHAT.search(ended["errors"])
     if said is None:
@@ -109,11 +116,11 @@ def _ended(words: Sequence[str], message: str | None, given: argparse.Namespace)
 def line(ran: dict[str, Any]) -> str:
     """Return one command as a line of text."""
     forecast = ran["forecast"]
-    error = forecast["tokens_per_second"] / ran["tokens_per_second"] - 1
+    error = forecast["first_tokens_per_second"] / ran["tokens_per_second"] - 1
     return (
         f"{ran['limit']} round {ran['round']} {ran['command']:8}: first token {ran['answer_seconds']:5.1f} s, "
         f"{ran['tokens_per_second']:5.2f} tokens/s, peak {ran['peak_bytes'] / 2**30:.2f} GiB; forecast "
-        f"{forecast['tokens_per_second']:5.2f} tokens/s ({error:+.0%}), calibrated: {forecast['is_calibrated']}"
+        f"{forecast['first_tokens_per_second']:5.2f} tokens/s ({error:+.0%}), calibrated: {forecast['is_calibrated']}"
     )
 
 

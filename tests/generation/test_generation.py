@@ -18,6 +18,7 @@ from smoe.generation.chat import Chat
 from smoe.generation.detokenizer import TextStream
 from smoe.generation.generate import encode, generate, generate_batch
 from smoe.generation.library_batch import pad
+from smoe.generation.loop import UNSETTLED_STEPS
 from smoe.generation.sampling_settings import Sampling
 from tests.toy import ASCII, END, TEMPLATE, ascii_tokenizer, byte_tokenizer, save_toy
 
@@ -124,6 +125,13 @@ def test_rows_of_a_batch_are_what_they_are_alone(model, tokenizer):
     assert [a.prompt_tokens for a in together.answers] == [2, 22]
 
 
+def test_the_first_steps_of_a_text_do_not_count_as_later_ones(model, tokenizer):
+    tokens = UNSETTLED_STEPS + 4
+    result = generate(model, tokenizer, ["Hello"], Sampling(max_new_tokens=tokens, ignores_end=True))
+    assert (result.unsettled_counters.forward_passes, result.later_counters.forward_passes) == (UNSETTLED_STEPS, 3)
+    assert result.later_seconds_per_token == pytest.approx(sum(result.step_seconds[-3:]) / 3)
+
+
 def test_times_and_counters(model, tokenizer):
     started = time.perf_counter()
     result = generate(model, tokenizer, ["Hello"], Sampling(max_new_tokens=9, ignores_end=True))
@@ -133,8 +141,7 @@ def test_times_and_counters(model, tokenizer):
     assert 0 < result.ttft_seconds < time.perf_counter() - started
     assert result.tpot_median_seconds <= result.tpot_p95_seconds
     assert result.tokens_per_second == pytest.approx(8 / result.decode_seconds)
-    assert result.later_counters.forward_passes == 7 and result.first_step_counters.forward_passes == 1
-    assert result.later_seconds_per_token == pytest.approx(sum(result.step_seconds[1:]) / 7)
+    assert result.later_counters.forward_passes == 0 and result.later_seconds_per_token is None
     assert result.waited_share is None or 0 <= result.waited_share <= 1
 
 

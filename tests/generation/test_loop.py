@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from smoe.errors import ContextError, EngineBusyError, EngineStateError, ModelError
-from smoe.generation.loop import DecodeLoop
+from smoe.generation.loop import UNSETTLED_STEPS, DecodeLoop
 from smoe.generation.request import End, EndReason, Piece, Request
 from smoe.generation.sampling_settings import Sampling
 from tests import oracle, zoo
@@ -82,19 +82,20 @@ def test_whoever_joins_or_leaves(family: str, toy: Callable[..., Path], open_mod
 
 
 def test_steps_of_one_text_are_counted_apart(toy: Callable[..., Path], open_model: Open) -> None:
-    """Would catch steps of two texts among them, and the steps of the last series left out."""
+    """Would catch steps of two texts among them, the first steps of a text, and the steps of the last series left
+    out."""
     loop = DecodeLoop(open_model(toy("mixtral"), max_sequences=2), NoText())
     for ids in (PROMPTS[0], PROMPTS[2]):
-        request, _ = asked(ids, 9)
+        request, _ = asked(ids, 9 + UNSETTLED_STEPS)
         loop.hand_in(request)
         loop.run(until_idle=True)
     assert loop.counters_of_one_text.forward_passes == loop.counters_of_one_text.tokens == 8 + 8
-    long, short = asked(PROMPTS[0], 9)[0], asked(PROMPTS[2], 4)[0]
+    long, short = asked(PROMPTS[0], 16 + UNSETTLED_STEPS)[0], asked(PROMPTS[2], 4 + UNSETTLED_STEPS)[0]
     for request in (long, short):
         loop.hand_in(request)
     loop.run(until_idle=True)
     counted = loop.counters_of_one_text
-    assert counted.tokens == counted.forward_passes and 16 < counted.forward_passes < 16 + 8
+    assert counted.tokens == counted.forward_passes and 16 < counted.forward_passes < 16 + 15
     assert 0 < counted.decode_uses < loop._engine.stats().decode_uses
 
 

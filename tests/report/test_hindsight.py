@@ -40,18 +40,19 @@ def decoded(**switches: Any) -> tuple[Engine, Counters]:
 
 def test_a_run_shows_how_skewed_its_routing_is() -> None:
     engine, counted = decoded()
-    shown = shown_by(engine, counted, PROMPT)
+    shown = shown_by(engine, counted, counted, PROMPT)
     assert shown.skew is not None
     a_third = counted.decode_uses // 3
-    fewer = shown_by(engine, replace(counted, decode_hits=counted.decode_hits - a_third), PROMPT).skew
+    fewer = shown_by(engine, counted, replace(counted, decode_hits=counted.decode_hits - a_third), PROMPT).skew
     assert fewer is not None and 1.2 * fewer < shown.skew, "who hits less has favourites less"
     guessed = replace(counted, prefetches_used=counted.prefetches_used + a_third)
-    assert shown_by(engine, guessed, PROMPT).skew == fewer, "a guess is no hit of the cache"
+    assert shown_by(engine, guessed, guessed, PROMPT).skew == fewer, "a guess is no hit of the cache"
 
 
 @pytest.mark.parametrize("switches", [{"alpha": 0.5}, {"eviction": "score", "alpha": 0.1}])
 def test_where_substitutes_answer_misses_hits_say_nothing(switches: dict[str, Any]) -> None:
-    shown = shown_by(*decoded(**switches), PROMPT)
+    engine, counted = decoded(**switches)
+    shown = shown_by(engine, counted, counted, PROMPT)
     assert shown.skew is None and shown.layer is not None
 
 
@@ -66,7 +67,7 @@ def test_a_run_whose_experts_others_computed_teaches_nothing(tmp_path: Path) -> 
 
 def test_a_short_run_shows_nothing() -> None:
     engine, counted = decoded()
-    assert shown_by(engine, replace(counted, forward_passes=15), PROMPT) == UNKNOWN
+    assert shown_by(engine, replace(counted, forward_passes=9), counted, PROMPT) == UNKNOWN
 
 
 def test_memory_is_measured_on_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:

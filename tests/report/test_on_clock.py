@@ -11,11 +11,12 @@ from dataclasses import replace
 import pytest
 
 from smoe.memory.emulation import DeviceProfile, read_profile
-from smoe.policy.budget import Demand, Ledger, SlotClass
+from smoe.policy.budget import Demand, Ledger, SlotClass, allocate
 from smoe.policy.residency import PoolSize
 from smoe.presets import configure
-from smoe.report.on_clock import MOST_LAYERS, Scene, Work, prompt_seconds, settled, simulate, times_for
+from smoe.report.on_clock import FIRST_TOKENS, MOST_LAYERS, Scene, prompt_seconds, settled, simulate
 from smoe.report.pace import ALONE, Pace, crowded
+from smoe.report.step_times import Work, times_for
 from smoe.simulator.synthetic import LEAST_REPETITIVE, MOST_REPETITIVE, TYPICAL
 
 pytestmark = pytest.mark.usefixtures("measured_in_full")
@@ -174,3 +175,55 @@ def test_what_a_run_has_shown_goes_before_the_rates() -> None:
     told = times_for(MACHINE, work())
     assert shown.layer(8) == 3 * told.layer(8) and shown.expert(8) == 3 * told.expert(8), "of prompts, in parts"
     assert times_for(MACHINE, work(), pace=Pace(load=0.125), faster_reads=2.0).load == 0.0625
+
+
+def test_the_first_tokens_of_an_answer_by_hand() -> None:
+    """Without a slot for an expert to stay in, they take as long as the others; an answer is the sum of its tokens."""
+    run = simulate(scene(TOP_K), TYPICAL)
+    assert run.first_tokens_per_second == pytest.approx(run.tokens_per_second, rel=0.05)
+    tokens = FIRST_TOKENS + 10
+    assert run.answer_seconds(tokens) == pytest.approx(run.beginning_seconds + 10 * run.seconds_per_token)
+    assert run.answer_seconds(2) == pytest.approx(run.beginning_seconds / (FIRST_TOKENS - 1))
+
+
+def test_experts_that_are_still_loaded_delay_the_first_tokens() -> None:
+    """Every expert has a slot, and a prompt of four tokens uses few experts. The link must then load all others: its
+    busy time is a lower bound of a beginning that is shorter than the loads."""
+    filled = scene(4 * EXPERTS, prompt_tokens=4)
+    run = simulate(filled, TYPICAL)
+    steady = (FIRST_TOKENS - 1) * run.seconds_per_token
+    assert steady + 20 * LOAD < run.beginning_seconds < steady + 4 * EXPERTS * LOAD + 0.1
+    loaded = simulate(replace(filled, prompt_tokens=512), TYPICAL)
+    assert loaded.beginning_seconds < run.beginning_seconds
+    compared = simulate(replace(filled, is_compared=True), TYPICAL)
+    assert compared.beginning_seconds == pytest.approx(steady), "comparisons leave it out"
+
+
+@pytest.mark.parametrize("slots", [64, 4 * EXPERTS])
+def test_loads_into_new_memory_delay_prompts_only(slots: int) -> None:
+    usual, slow = (scene(slots, pace=Pace(first_load=first)) for first in (None, 5 * LOAD))
+    shown, known = simulate(slow, TYPICAL), simulate(usual, TYPICAL)
+    assert shown.ttft_seconds > 3 * known.ttft_seconds
+    assert shown.seconds_per_token == pytest.approx(known.seconds_per_token, rel=0.01)
+    assert prompt_seconds(slow, 256) == pytest.approx(4 * EXPERTS * 5 * LOAD)
+
+
+def test_faster_reads_shorten_only_the_reading_of_a_first_load() -> None:
+    pace = Pace(load=0.1, first_load=0.3)
+    assert times_for(MACHINE, work(), pace=pace).first_load == pytest.approx(0.3)
+    assert times_for(MACHINE, work(), pace=pace, faster_reads=2.0).first_load == pytest.approx(0.25)
+
+
+def test_a_short_text_has_slots_in_memory_that_long_texts_need() -> None:
+    size, positions = 3 * MIB, 4096
+    demand = Demand(
+        0, 0, 30 * size, (SlotClass(size, TOP_K, 4 * EXPERTS),),
+        context_tokens=positions, kv_positions=positions, kv_position_bytes=30 * size // positions,
+    )  # fmt: skip
+    lending = allocate(80 * size, demand).lending()
+    short = replace(scene(1), ledger=lending)
+    assert lending.cache_slots + 20 < short.slots <= lending.most_slots
+    sized = replace(
+        short, ledger=replace(scene(short.slots).ledger, pools=(PoolSize(short.slots, lending.staging_slots),))
+    )
+    assert simulate(short, TYPICAL) == simulate(sized, TYPICAL)

@@ -17,6 +17,7 @@ import torch
 
 from smoe.presets import PRESETS, configure
 from smoe.report.forecast import forecast
+from smoe.report.on_clock import FIRST_TOKENS
 from smoe.report.outlook import Outlook, preset_of, with_preset
 from smoe.units import enough_to_type, parse_bytes, size_to_type
 from tests import oracle
@@ -94,15 +95,14 @@ def test_others_and_budgets_are_compared(folder: Path) -> None:
 def test_one_sentence_says_what_to_expect(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The toy has no room for a prompt of 2,000 tokens."""
     found = looked_at(folder)
-    found = replace(
-        found, asked=replace(found.asked, run=replace(found.asked.run, seconds_per_token=0.3)), spread=(1, 1)
-    )
+    run = replace(found.asked.run, seconds_per_token=0.3, beginning_seconds=0.3 * (FIRST_TOKENS - 1))
+    found = replace(found, asked=replace(found.asked, run=run), spread=(1, 1))
     assert found.plainly() == "A 200-word answer takes about a minute."
     found = replace(found, long_prompt_seconds=180.0, spread=(0.5, 1.5))
     assert found.plainly() == (
         "A 200-word answer takes 55 seconds to 3 minutes, reading a prompt of 2,000 tokens 2 to 6 minutes."
     )
-    assert found.as_json()["answer_seconds"] == pytest.approx(80)
+    assert found.as_json()["answer_seconds"] == pytest.approx(80 - 0.3)
 
 
 def test_what_is_not_pleasant_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from smoe.config import EngineConfig
 from smoe.metrics import Counters
 from smoe.report.pace import (
     ALONE,
@@ -20,10 +21,13 @@ from smoe.report.pace import (
     PROMPT_FACTORS,
     UNKNOWN,
     Access,
+    Arithmetic,
     LastRun,
     Pace,
     access_of,
+    arithmetic_of,
     crowded,
+    first_load,
     last_run_of,
     loads_other_way,
     measured_pace,
@@ -33,6 +37,7 @@ from smoe.report.pace import (
     usable,
 )
 
+AUTO, INT4 = Arithmetic("auto"), Arithmetic("int4")
 COUNTED = Counters(
     forward_passes=20, decode_uses=320, decode_hits=290, loads=30, prefetches=10, bytes_read=4000,
     read_busy_seconds=0.8, compute_seconds=0.64, forward_seconds=3.0, wait_seconds=0.36, plan_seconds=0.4,
@@ -61,45 +66,72 @@ def test_a_crowd_is_no_larger_than_full() -> None:
 
 
 def test_too_little_shows_nothing() -> None:
-    assert measured_pace(Counters(forward_passes=15, decode_uses=9), 4, 1) == UNKNOWN
+    assert measured_pace(Counters(forward_passes=9, decode_uses=9), 4, 1) == UNKNOWN
     few = Counters(forward_passes=99, decode_uses=99, loads=3, bytes_read=3, forward_seconds=1.0)
     assert measured_pace(few, 4, 1).load is None
 
 
 def test_each_kind_of_experts_has_its_own(tmp_path: Path) -> None:
     model, pace = tmp_path / "model", Pace(0.1, 0.2, 0.3, 1.2, 1.5, 0.7)
-    remember(model, "int4", Access.DIRECT, pace)
-    assert pace_of(model, "int4", Access.DIRECT) == pace
-    assert pace_of(tmp_path, "int4", Access.DIRECT) == UNKNOWN
-    assert pace_of(model, "auto", Access.DIRECT) == Pace(layer=0.1), "a layer without experts is the same"
+    remember(model, INT4, Access.DIRECT, pace)
+    assert pace_of(model, INT4, Access.DIRECT) == pace
+    assert pace_of(tmp_path, INT4, Access.DIRECT) == UNKNOWN
+    assert pace_of(model, AUTO, Access.DIRECT) == Pace(layer=0.1), "a layer without experts is the same"
 
 
 def test_only_the_time_of_a_load_depends_on_where_experts_are_read(tmp_path: Path) -> None:
     """Would catch a plan that knows nothing of a model because it reads experts in another way than the runs did."""
-    remember(tmp_path, "auto", Access.DIRECT, Pace(0.1, 0.2, 0.3, 1.2))
-    assert pace_of(tmp_path, "auto", Access.PAGE_CACHE) == Pace(0.1, 0.2, None, 1.2)
-    assert loads_other_way(tmp_path, "auto", Access.PAGE_CACHE) and not loads_other_way(tmp_path, "auto", Access.DIRECT)
-    remember(tmp_path, "auto", Access.PAGE_CACHE, Pace(0.5, None, 0.7))
-    assert pace_of(tmp_path, "auto", Access.PAGE_CACHE) == Pace(0.5, 0.2, 0.7, 1.2)
-    assert pace_of(tmp_path, "auto", Access.DIRECT) == Pace(0.1, 0.2, 0.3, 1.2), "its own come first"
-    assert not loads_other_way(tmp_path, "auto", Access.PAGE_CACHE)
+    remember(tmp_path, AUTO, Access.DIRECT, Pace(0.1, 0.2, 0.3, 1.2))
+    assert pace_of(tmp_path, AUTO, Access.PAGE_CACHE) == Pace(0.1, 0.2, None, 1.2)
+    assert loads_other_way(tmp_path, AUTO, Access.PAGE_CACHE) and not loads_other_way(tmp_path, AUTO, Access.DIRECT)
+    remember(tmp_path, AUTO, Access.PAGE_CACHE, Pace(0.5, None, 0.7))
+    assert pace_of(tmp_path, AUTO, Access.PAGE_CACHE) == Pace(0.5, 0.2, 0.7, 1.2)
+    assert pace_of(tmp_path, AUTO, Access.DIRECT) == Pace(0.1, 0.2, 0.3, 1.2), "its own come first"
+    assert not loads_other_way(tmp_path, AUTO, Access.PAGE_CACHE)
 
 
 def test_with_all_experts_in_memory_no_read_slows_them(tmp_path: Path) -> None:
     """Would catch 4.9 tokens/s forecast for a model in memory that makes 10, by times of runs that read meanwhile."""
-    remember(tmp_path, "auto", Access.DIRECT, Pace(0.1, 0.16, 0.3, reading=1.0))
-    assert pace_of(tmp_path, "auto", Access.NONE) == Pace(0.1, pytest.approx(0.1), None)
-    remember(tmp_path, "auto", Access.NONE, Pace(0.05, 0.06, reading=0.0))
-    assert pace_of(tmp_path, "auto", Access.NONE) == Pace(0.05, 0.06, None, reading=0.0)
-    assert pace_of(tmp_path, "auto", Access.DIRECT) == Pace(0.1, 0.16, 0.3, reading=1.0)
-    assert not loads_other_way(tmp_path, "auto", Access.NONE)
+    remember(tmp_path, AUTO, Access.DIRECT, Pace(0.1, 0.16, 0.3, reading=1.0))
+    assert pace_of(tmp_path, AUTO, Access.NONE) == Pace(0.1, pytest.approx(0.1), None)
+    remember(tmp_path, AUTO, Access.NONE, Pace(0.05, 0.06, reading=0.0))
+    assert pace_of(tmp_path, AUTO, Access.NONE) == Pace(0.05, 0.06, None, reading=0.0)
+    assert pace_of(tmp_path, AUTO, Access.DIRECT) == Pace(0.1, 0.16, 0.3, reading=1.0)
+    assert not loads_other_way(tmp_path, AUTO, Access.NONE)
 
 
-def test_a_run_that_ended_before_all_experts_were_read_shows_nothing() -> None:
+@pytest.mark.parametrize("switches", [{"kernels": "torch"}, {"activations": "dtype"}, {"reproducible": True}])
+def test_runs_of_other_arithmetic_have_times_of_their_own(tmp_path: Path, switches: dict[str, Any]) -> None:
+    """Would catch a usual run that is forecast by the times of torch's kernels."""
+    usual, other = (arithmetic_of(config, "auto") for config in (EngineConfig(), EngineConfig(**switches)))
+    remember(tmp_path, usual, Access.DIRECT, Pace(0.1, 0.2, 0.3))
+    remember(tmp_path, other, Access.DIRECT, Pace(1.1, 1.2, 1.3))
+    assert pace_of(tmp_path, usual, Access.DIRECT) == Pace(0.1, 0.2, 0.3)
+    assert pace_of(tmp_path, other, Access.DIRECT) == Pace(1.1, 1.2, 1.3)
+    assert pace_of(tmp_path, usual._replace(precision="int4"), Access.DIRECT) == Pace(layer=0.1)
+
+
+def test_kernels_of_fewer_instructions_have_times_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SMOE_MAX_CPU_ISA", "all")
+    usual = arithmetic_of(EngineConfig(), "auto")
+    monkeypatch.setenv("SMOE_MAX_CPU_ISA", "none")
+    assert arithmetic_of(EngineConfig(), "auto") != usual == AUTO
+
+
+def test_loads_of_a_first_prompt_by_hand() -> None:
+    prompt = Counters(bytes_read=2000, read_busy_seconds=0.6)
+    assert first_load(prompt, 100) == pytest.approx(0.03)
+    assert first_load(prompt, 1000) is None, "two loads are too few"
+    assert first_load(replace(prompt, bytes_cached=500), 100) is None, "copies from the page cache are no reads"
+
+
+def test_a_run_that_ended_before_all_experts_were_read_shows_its_prompt_only() -> None:
     ledger: Any = SimpleNamespace(holds_all=True)
     assert access_of(ledger, True) is access_of(ledger, False) is Access.NONE
     still_reading = Pace(layer=1.0, reading=0.5)
     assert usable(still_reading, Access.NONE) == UNKNOWN and usable(still_reading, Access.DIRECT) == still_reading
+    of_prompt = Pace(first_load=0.5, prompt=2.0, first_pass=1.0)
+    assert usable(replace(of_prompt, layer=1.0, expert=1.0, reading=0.5), Access.NONE) == of_prompt
     assert usable(Pace(layer=1.0, reading=0.01), Access.NONE).layer == 1.0
 
 
@@ -109,13 +141,13 @@ def test_loads_from_the_page_cache_are_not_those_of_the_disk() -> None:
 
 
 def test_what_a_run_does_not_show_stays_known(tmp_path: Path) -> None:
-    remember(tmp_path, "auto", Access.PAGE_CACHE, Pace(0.1, 0.2, 0.3, None, 1.5))
-    path = remember(tmp_path, "auto", Access.PAGE_CACHE, Pace(layer=0.4, prompt=2.0))
-    found = pace_of(tmp_path, "auto", Access.PAGE_CACHE)
+    remember(tmp_path, AUTO, Access.PAGE_CACHE, Pace(0.1, 0.2, 0.3, None, 1.5))
+    path = remember(tmp_path, AUTO, Access.PAGE_CACHE, Pace(layer=0.4, prompt=2.0))
+    found = pace_of(tmp_path, AUTO, Access.PAGE_CACHE)
     assert (found.expert, found.load) == (0.2, 0.3)
     assert (found.layer, found.prompt) == pytest.approx((0.2, 3.0**0.5)), "half way, as one run may have been disturbed"
     path.write_text(path.read_text().replace('"load"', '"lode"'))
-    assert pace_of(tmp_path, "auto", Access.PAGE_CACHE).expert is None, "half of it is nothing"
+    assert pace_of(tmp_path, AUTO, Access.PAGE_CACHE).expert is None, "half of it is nothing"
 
 
 def test_what_a_first_pass_takes_once_is_no_rate() -> None:
@@ -141,16 +173,16 @@ def test_a_run_that_compiled_kernels_is_not_averaged_with_later_ones() -> None:
 def test_a_busy_machine_does_not_change_what_a_quiet_one_has_shown(tmp_path: Path) -> None:
     """Would catch 107 ms a token forecast where 32 came, because a run before had waited for most of its time."""
     busy, quiet = LastRun(1.0, 1.0, 0.7), LastRun(1.0, 1.0, 0.1)
-    remember(tmp_path, "auto", Access.PAGE_CACHE, Pace(layer=8.0, expert=8.0), busy)
-    assert pace_of(tmp_path, "auto", Access.PAGE_CACHE) == Pace(layer=8.0, expert=8.0), "better than nothing"
-    remember(tmp_path, "auto", Access.PAGE_CACHE, Pace(layer=2.0), busy)
-    assert pace_of(tmp_path, "auto", Access.PAGE_CACHE).layer == pytest.approx(4.0)
-    remember(tmp_path, "auto", Access.PAGE_CACHE, Pace(layer=1.0), quiet)
-    assert pace_of(tmp_path, "auto", Access.PAGE_CACHE) == Pace(layer=1.0, expert=8.0), "the quiet run's own"
-    remember(tmp_path, "auto", Access.PAGE_CACHE, Pace(layer=9.0, load=3.0), busy)
-    assert pace_of(tmp_path, "auto", Access.PAGE_CACHE) == Pace(layer=1.0, expert=8.0, load=3.0)
-    remember(tmp_path, "auto", Access.PAGE_CACHE, Pace(layer=4.0), quiet)
-    assert pace_of(tmp_path, "auto", Access.PAGE_CACHE).layer == pytest.approx(2.0)
+    remember(tmp_path, AUTO, Access.PAGE_CACHE, Pace(layer=8.0, expert=8.0), busy)
+    assert pace_of(tmp_path, AUTO, Access.PAGE_CACHE) == Pace(layer=8.0, expert=8.0), "better than nothing"
+    remember(tmp_path, AUTO, Access.PAGE_CACHE, Pace(layer=2.0), busy)
+    assert pace_of(tmp_path, AUTO, Access.PAGE_CACHE).layer == pytest.approx(4.0)
+    remember(tmp_path, AUTO, Access.PAGE_CACHE, Pace(layer=1.0), quiet)
+    assert pace_of(tmp_path, AUTO, Access.PAGE_CACHE) == Pace(layer=1.0, expert=8.0), "the quiet run's own"
+    remember(tmp_path, AUTO, Access.PAGE_CACHE, Pace(layer=9.0, load=3.0), busy)
+    assert pace_of(tmp_path, AUTO, Access.PAGE_CACHE) == Pace(layer=1.0, expert=8.0, load=3.0)
+    remember(tmp_path, AUTO, Access.PAGE_CACHE, Pace(layer=4.0), quiet)
+    assert pace_of(tmp_path, AUTO, Access.PAGE_CACHE).layer == pytest.approx(2.0)
 
 
 def test_what_is_learned_of_prompts_is_bounded() -> None:
@@ -160,11 +192,11 @@ def test_what_is_learned_of_prompts_is_bounded() -> None:
 
 
 def test_how_the_last_run_went(tmp_path: Path) -> None:
-    assert last_run_of(tmp_path, "auto", Access.PAGE_CACHE) is None
+    assert last_run_of(tmp_path, AUTO, Access.PAGE_CACHE) is None
     for last in (LastRun(3.0, 1.0), LastRun(1.2, 0.9, 0.1)):
-        remember(tmp_path, "auto", Access.PAGE_CACHE, Pace(layer=0.1), last)
-        assert last_run_of(tmp_path, "auto", Access.PAGE_CACHE) == last, "the last one, not a mean"
-    assert last_run_of(tmp_path, "auto", Access.DIRECT) is last_run_of(tmp_path, "int4", Access.PAGE_CACHE) is None
+        remember(tmp_path, AUTO, Access.PAGE_CACHE, Pace(layer=0.1), last)
+        assert last_run_of(tmp_path, AUTO, Access.PAGE_CACHE) == last, "the last one, not a mean"
+    assert last_run_of(tmp_path, AUTO, Access.DIRECT) is last_run_of(tmp_path, INT4, Access.PAGE_CACHE) is None
 
 
 @pytest.mark.parametrize(
@@ -187,9 +219,9 @@ def test_doubts(last: LastRun, words: list[str]) -> None:
 def test_a_run_without_a_forecast_leaves_the_comparison_that_is_stored(tmp_path: Path) -> None:
     """Such as a server: would catch a warning that vanishes, and times of a busy machine that count."""
     compared = LastRun(2.4, 0.4, 0.0)
-    remember(tmp_path, "auto", Access.PAGE_CACHE, Pace(layer=1.0), compared)
-    remember(tmp_path, "auto", Access.PAGE_CACHE, Pace(layer=8.0), waited=0.5)
-    assert last_run_of(tmp_path, "auto", Access.PAGE_CACHE) == compared
-    assert pace_of(tmp_path, "auto", Access.PAGE_CACHE).layer == 1.0
-    remember(tmp_path, "auto", Access.PAGE_CACHE, Pace(layer=4.0), waited=0.0)
-    assert pace_of(tmp_path, "auto", Access.PAGE_CACHE).layer == 2.0
+    remember(tmp_path, AUTO, Access.PAGE_CACHE, Pace(layer=1.0), compared)
+    remember(tmp_path, AUTO, Access.PAGE_CACHE, Pace(layer=8.0), waited=0.5)
+    assert last_run_of(tmp_path, AUTO, Access.PAGE_CACHE) == compared
+    assert pace_of(tmp_path, AUTO, Access.PAGE_CACHE).layer == 1.0
+    remember(tmp_path, AUTO, Access.PAGE_CACHE, Pace(layer=4.0), waited=0.0)
+    assert pace_of(tmp_path, AUTO, Access.PAGE_CACHE).layer == 2.0

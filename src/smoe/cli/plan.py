@@ -47,6 +47,8 @@ _MEANING = {
 }
 _WORDS = ("--preset", "--precision", "remark")
 """The headings of columns with words, which are aligned at the left."""
+_SLOW_BEGINNING = 0.8
+"""The speed of the first tokens is printed if it is below this fraction of the later speed."""
 _LEAST_GAIN = 0.01
 """The smallest gain of speed, as a fraction, that `smoe plan` mentions."""
 
@@ -156,11 +158,22 @@ def _print_expected(outlook: Outlook, console: Console) -> None:
     lines = [
         f"The simulated speed on {outlook.machine.name} is [bold]{speed}[/bold]"
         f"{span if outlook.spread == (1, 1) else ''}. {share:.0%} of the time goes to: {run.bound_by}.",
+        *_of_first_tokens(outlook),
         *_with_faster_reads(outlook),
         f"The first token of a prompt of {PROMPT_TOKENS} tokens comes after {first}.",
         *_of_first_prompt(outlook.asked),
     ]
     console.print("\n".join(["", *lines]), soft_wrap=True, highlight=False)
+
+
+def _of_first_tokens(outlook: Outlook) -> Iterator[str]:
+    """Yield a line with the speed of the first tokens of an answer, if it is much lower than later."""
+    from smoe.report.on_clock import FIRST_TOKENS
+
+    run = outlook.asked.run
+    if run.first_tokens_per_second < _SLOW_BEGINNING * run.tokens_per_second:
+        speed = _expected_speed(outlook, run.first_tokens_per_second)
+        yield f"The first {FIRST_TOKENS} tokens come at {speed} tokens/s, because experts are still being loaded."
 
 
 def _with_faster_reads(outlook: Outlook) -> Iterator[str]:
@@ -213,7 +226,10 @@ def _lacking(outlook: Outlook) -> list[str]:
 
 def _expected(outlook: Outlook, run: Simulated) -> str:
     """Return the expected tokens per second: one figure if a run has calibrated the forecast, else a range."""
-    simulated = run.tokens_per_second
+    return _expected_speed(outlook, run.tokens_per_second)
+
+
+def _expected_speed(outlook: Outlook, simulated: float) -> str:
     if outlook.spread == (1, 1):
         return _rate(simulated)
     return _span(*(_rate(_roughly(speed)) for speed in outlook.speeds(simulated, simulated)))

@@ -350,7 +350,7 @@ def _serve(
 def _store_pace(serving: Serving, place: Path) -> None:
     """Store the times that the server has measured while it decoded one text alone, for the next forecast. `place`: the
     model's path."""
-    from smoe.report.pace import UNKNOWN, access_of, is_forecast, measured_pace, remember, usable
+    from smoe.report.pace import UNKNOWN, access_of, arithmetic_of, is_forecast, measured_pace, remember, usable
 
     engine = serving.engine
     if not is_forecast(engine) or engine.config.has_low:
@@ -360,7 +360,8 @@ def _store_pace(serving: Serving, place: Path) -> None:
     pace = usable(measured, access)
     if pace != UNKNOWN:
         with suppress(OSError):  # the next forecast is then based on earlier runs
-            remember(place, engine.config.precision, access, pace, waited=serving.waited_share)
+            arithmetic = arithmetic_of(engine.config, engine.config.precision)
+            remember(place, arithmetic, access, pace, waited=serving.waited_share)
 
 
 def _with_libraries(model: str, settings: EngineConfig, note: Callable[[str], None]) -> EngineConfig:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from smoe.errors import CheckpointError, ConfigError, ContextError
 from smoe.generation.detokenizer import OnText
-from smoe.generation.loop import DecodeLoop
+from smoe.generation.loop import UNSETTLED_STEPS, DecodeLoop
 from smoe.generation.request import End, EndReason, Piece, Request
 from smoe.generation.sampling_settings import Sampling
 from smoe.machine.processor import waited_seconds
@@ -57,8 +57,8 @@ class Generation:
     waited_seconds: float | None = None
     """The seconds in which this thread was ready to run but other threads occupied the cores; None if the system does
     not measure them."""
-    first_step_counters: Counters = field(default_factory=Counters)
-    """The counters of the first decode step, which in a process's first text includes one-time work."""
+    unsettled_counters: Counters = field(default_factory=Counters)
+    """The counters of the first `UNSETTLED_STEPS` decode steps."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -84,13 +84,14 @@ class Generation:
 
     @property
     def later_counters(self) -> Counters:
-        """The counters of all decode steps except the first."""
-        return self.decode_counters - self.first_step_counters
+        """The counters of all decode steps except the first `UNSETTLED_STEPS`."""
+        return self.decode_counters - self.unsettled_counters
 
     @property
     def later_seconds_per_token(self) -> float | None:
-        """The mean seconds of all decode steps except the first; None if there are fewer than two."""
-        return statistics.fmean(self.step_seconds[1:]) if len(self.step_seconds) > 1 else None
+        """The mean seconds of all decode steps except the first `UNSETTLED_STEPS`; None if there are no others."""
+        later = self.step_seconds[UNSETTLED_STEPS:]
+        return statistics.fmean(later) if later else None
 
     @property
     def waited_share(self) -> float | None:
@@ -187,7 +188,7 @@ def generate_batch(
         notes=notes,
         reused_tokens=sum(request.reused_tokens for request in collector.requests),
         waited_seconds=None if waited is None or waited_before is None else waited - waited_before,
-        first_step_counters=collector.of_first_step,
+        unsettled_counters=collector.unsettled,
     )
 
 
@@ -244,7 +245,7 @@ class _Collector:
         ]
         self.times: list[float] = []
         self.after_prefill: Counters | None = None
-        self.of_first_step = Counters()
+        self.unsettled = Counters()
         self._engine, self._on_text = engine, on_text
         self._is_news = False
         self._errors: list[Exception] = []
@@ -255,8 +256,8 @@ class _Collector:
             self.times.append(self._engine.now())
             if self.after_prefill is None:
                 self.after_prefill = self._engine.stats()
-            elif len(self.times) == 2:
-                self.of_first_step = self._engine.stats() - self.after_prefill
+            elif len(self.times) <= UNSETTLED_STEPS + 1:
+                self.unsettled = self._engine.stats() - self.after_prefill
         self._is_news = False
 
     def raise_first(self) -> None:

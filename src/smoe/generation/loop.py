@@ -39,6 +39,10 @@ from smoe.runtime.engine import Engine
 
 _log = logging.getLogger(__name__)
 
+UNSETTLED_STEPS = 8
+"""The number of decode steps after a prompt whose times forecasts do not use. They include work that is done once, and
+loads of experts that the prompt has evicted or not used."""
+
 
 class Prefill(NamedTuple):
     """The state of the prefill of one prompt, or of several short ones that are processed together."""
@@ -131,8 +135,8 @@ class DecodeLoop:
 
     @property
     def counters_of_one_text(self) -> Counters:
-        """The engine's counters of the decode steps in which one text was decoded, and no prompt was in prefill. No
-        step may run."""
+        """The engine's counters of the decode steps in which one text was decoded, and no prompt was in prefill. The
+        first steps of each text do not count. No step may run."""
         began = self._one_text_began
         return self._of_one_text if began is None else self._of_one_text + (self._engine.stats() - began)
 
@@ -194,13 +198,20 @@ class DecodeLoop:
         self._drop_cancelled()
         if not self._reading:
             self._admit()
-        self._note_series(len(self._decoding) == 1 and not self._reading)
+        self._note_series(self._is_settled)
         if self._reading and (not self._decoding or self._is_turn_of_reading()):
             with self._timed("reading", bool(self._decoding)):
                 self._read()
         elif self._decoding:
             with self._timed("decoding", bool(self._reading)):
                 self._decode()
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether the next step decodes one text, no prompt is in prefill, and the text's first steps are done."""
+        return (
+            len(self._decoding) == 1 and not self._reading and len(self._decoding[0].request.new_ids) > UNSETTLED_STEPS
+        )
 
     def _note_series(self, is_of_one_text: bool) -> None:
         """Begin or end a series of decode steps of one text. `is_of_one_text`: whether the next step is one."""

@@ -116,16 +116,18 @@ def make_ledger(
     demand = _settled(spec.demand(config), config, device) if store is None else demand_of(spec, config, device, store)
     demand = replace(demand, learned_bytes=learned_bytes, draft_bytes=draft_bytes)
     ledger, reason = _divided(config, device, demand, outside_budget(spec, config) if outside is None else outside)
-    return (ledger.lending() if _lends(config, device, ledger) else ledger), reason
+    return with_lent_slots(ledger, config, device), reason
 
 
-def _lends(config: EngineConfig, device: AnyDevice, ledger: Ledger) -> bool:
-    """Return whether experts may use memory that is reserved for workspace and KV cache while it is not in use.
+def with_lent_slots(ledger: Ledger, config: EngineConfig, device: AnyDevice) -> Ledger:
+    """Return the ledger with spare slots if experts may use memory that is reserved for workspace and KV cache while it
+    is not in use, otherwise the ledger itself.
 
     The operating system must support returning parts of memory, and no other setting may fix the number of experts.
     """
     is_plain = config.lend_reserve and config.expert_cache == "budget" and config.resident_share is None
-    return is_plain and GIVES_BACK and device.type == "cpu" and config.device != EMULATED and not ledger.demand.low
+    lends = is_plain and GIVES_BACK and device.type == "cpu" and config.device != EMULATED and not ledger.demand.low
+    return ledger.lending() if lends else ledger
 
 
 def _divided(config: EngineConfig, device: AnyDevice, demand: Demand, outside: Mapping[str, int]) -> tuple[Ledger, str]:

@@ -23,8 +23,8 @@ from smoe.memory.emulation import DeviceProfile
 from smoe.policy.budget import Ledger, SlotClass
 from smoe.report.cluster_drafts import of_one_machine, with_drafts
 from smoe.report.forecast import survey_of
-from smoe.report.on_clock import Work, times_for
 from smoe.report.outlook import Case
+from smoe.report.step_times import Work, times_for
 from smoe.routing import Routing
 from smoe.simulator.cluster import DecodedToken, SimulatedRun, TokenWaits
 from smoe.simulator.cluster_draft import DraftTimes

@@ -28,6 +28,7 @@ from smoe.load.ledger import (
     outside_budget,
     resident_share_with,
     shortages_of,
+    with_lent_slots,
 )
 from smoe.load.tuned_settings import with_winners
 from smoe.machine.available_memory import free_device_bytes, less_margin
@@ -43,7 +44,7 @@ from smoe.policy.budget import Demand, Ledger, allocate, full_bytes, minimum_byt
 from smoe.policy.registry import DRAFT
 from smoe.report.machine_for import files_of, machine_for, pace_for, rates_for, reads_past_cache
 from smoe.report.outlook import Case, Outlook, Subject, outlook_of, preset_of
-from smoe.report.pace import access_of
+from smoe.report.pace import access_of, arithmetic_of
 from smoe.report.remarks import moved_per_token, of_earlier_runs, of_machine
 from smoe.units import identifier
 
@@ -215,8 +216,10 @@ def forecast(model: str, config: EngineConfig, revision: str | None = None) -> F
     spec, ledger, device, is_emulated = survey.spec, survey.ledger, survey.device, survey.is_emulated
     choose = functools.partial(_choice, spec, rates=survey.rates, device=device, is_emulated=is_emulated)
     chosen = choose(ledger)
-    choices = sorted([chosen, *map(choose, _alternatives(ledger))], key=lambda choice: choice.ledger.budget_bytes)
-    recommended = None if is_emulated else _recommend(ledger.demand, device, choose)
+    divide = functools.partial(_divided, ledger.demand, config=config, device=device)
+    others = [choose(divide(size)) for size in _other_budgets(ledger)]
+    choices = sorted([chosen, *others], key=lambda choice: choice.ledger.budget_bytes)
+    recommended = None if is_emulated else _recommend(ledger.demand, device, lambda size: choose(divide(size)))
     has_own_memory = is_emulated or device.type != "cpu"
     outside = {} if has_own_memory else survey.outside
     remarks = of_machine(survey.rates, is_emulated) + [_ESTIMATE] * survey.is_estimate
@@ -282,9 +285,16 @@ def survey_of(model: str, config: EngineConfig, revision: str | None) -> Survey:
         guess = functools.partial(predictor_name, device=device)
         pace = functools.partial(pace_for, checkpoint, device, is_emulated)
         dense = spec.dense_bytes_read
-        subject = Subject(model, checkpoint, spec, config, machine, dense, guess, pace, is_direct, unlearned)
+
+        def divide(nbytes: int, spec: ModelSpec, config: EngineConfig) -> Ledger:
+            return _divided(spec.demand(config), nbytes, config, device)
+
+        subject = Subject(model, checkpoint, spec, config, machine, dense, guess, pace, divide, is_direct, unlearned)
         if device.type == "cpu" and not is_emulated:
-            decided = [*decided, *of_earlier_runs(checkpoint.place, spec.precision, access_of(ledger, is_direct))]
+            decided = [
+                *decided,
+                *of_earlier_runs(checkpoint.place, arithmetic_of(config, spec.precision), access_of(ledger, is_direct)),
+            ]
     is_estimate = store is None and spec.precision == "auto"
     return Survey(spec, ledger, reason, outside, rates, device, is_emulated, is_estimate, decided, subject)
 
@@ -308,9 +318,13 @@ def _decided(
     return decided.config, decided.learned.nbytes, because, ()
 
 
-def _alternatives(chosen: Ledger) -> list[Ledger]:
-    """Return the other memory budgets of the table: the smallest possible one, budgets that hold the fractions
-    `_SHARES` of the experts, and the budget that holds the whole model."""
+def _divided(demand: Demand, nbytes: int, config: EngineConfig, device: AnyDevice) -> Ledger:
+    return with_lent_slots(allocate(nbytes, demand), config, device)
+
+
+def _other_budgets(chosen: Ledger) -> list[int]:
+    """Return the other memory budgets of the table, in bytes: the smallest possible one, budgets that hold the
+    fractions `_SHARES` of the experts, and the budget that holds the whole model."""
     demand = chosen.demand
     least, full = minimum_bytes(demand), full_bytes(demand)
     sizes = {least, full}
@@ -318,18 +332,18 @@ def _alternatives(chosen: Ledger) -> list[Ledger]:
         size = full - int((1 - share) * demand.experts_bytes)
         if least < size < full:
             sizes.add(size)
-    return [allocate(size, demand) for size in sorted(sizes - {chosen.budget_bytes})]
+    return sorted(sizes - {chosen.budget_bytes})
 
 
-def _recommend(demand: Demand, device: AnyDevice, foretell: Callable[[Ledger], Choice]) -> Recommendation | None:
+def _recommend(demand: Demand, device: AnyDevice, choose: Callable[[int], Choice]) -> Recommendation | None:
     """Return the budget that this machine should give the model: the free memory less a margin, at most the whole
-    model, rounded down; None if the model does not fit."""
+    model, rounded down; None if the model does not fit. `choose` returns the division of a budget in bytes."""
     free, source = free_device_bytes(device)
     room, full = less_margin(free), round_up(full_bytes(demand))
     budget = full if full <= room else round_down(room)
     if budget < minimum_bytes(demand):
         return None
-    return Recommendation(foretell(allocate(budget, demand)), free, source)
+    return Recommendation(choose(budget), free, source)
 
 
 def round_down(nbytes: int) -> int:

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.generation.generate import Generation
+from smoe.generation.loop import UNSETTLED_STEPS
 from smoe.load.learned import predictor_name
 from smoe.load.tuned_settings import known_of
 from smoe.machine.disk_rates import measure_reads
@@ -23,13 +24,15 @@ from smoe.models.spec import ModelSpec
 from smoe.policy.registry import eviction_kind, make_eviction_for
 from smoe.policy.residency import PoolSize
 from smoe.report.machine_for import READING_SECONDS, machine_for, pace_for
-from smoe.report.on_clock import MOST_LAYERS, Scene, Simulated, settled, work_of
+from smoe.report.on_clock import MOST_LAYERS, Scene, Simulated, settled
 from smoe.report.pace import (
     LEAST_STEPS,
     UNKNOWN,
     LastRun,
     Pace,
     access_of,
+    arithmetic_of,
+    first_load,
     is_forecast,
     measured_pace,
     of_prompt,
@@ -37,6 +40,7 @@ from smoe.report.pace import (
     usable,
 )
 from smoe.report.prompt_layers import PromptLayers
+from smoe.report.step_times import work_of
 from smoe.runtime.engine import Engine
 from smoe.simulator.skewness import skew_of
 from smoe.simulator.synthetic import TYPICAL, DrawnShape
@@ -64,7 +68,7 @@ def _is_forecast(model: PreTrainedModel, generation: Generation) -> bool:
     device other than the CPU, or too few steps."""
     engine: Engine = model.offload  # type: ignore[assignment]
     steps = generation.decode_counters.forward_passes
-    return is_forecast(engine) and len(generation.answers) == 1 and steps > LEAST_STEPS
+    return is_forecast(engine) and len(generation.answers) == 1 and steps >= UNSETTLED_STEPS + LEAST_STEPS
 
 
 def look_back(model: PreTrainedModel, generation: Generation, place: Path, layers: PromptLayers) -> Foretold | None:
@@ -72,27 +76,30 @@ def look_back(model: PreTrainedModel, generation: Generation, place: Path, layer
 
     `place`: the model's path; `layers` has observed the run. This takes a second or two, and one more to measure an
     unknown disk. Return None for a run that is not forecast: several sequences, a cluster, a draft model, a device
-    other than the CPU, or at most `LEAST_STEPS` decode steps after the first.
+    other than the CPU, or too few decode steps.
     """
     engine: Engine = model.offload  # type: ignore[assignment]
     if not _is_forecast(model, generation):
         return None
     spec = read_spec(str(place), engine.config)
     is_direct = engine.config.direct_io == "on"  # settled when the model was loaded
-    access = access_of(engine.ledger, is_direct)
-    pace = pace_for(checkpoint_at(place), _CPU, False, spec.precision, access)
+    access, arithmetic = access_of(engine.ledger, is_direct), arithmetic_of(engine.config, spec.precision)
+    pace = pace_for(checkpoint_at(place), _CPU, False, arithmetic, access)
     run = _simulated(engine, spec, place, pace, generation.prompt_tokens, is_direct)
     if run is None:
         return None
     longer = max(1.0, generation.prompt_tokens / _LONGEST_PROMPT)  # than what is simulated: in so many pieces
     first = run.ttft_seconds * longer + (pace.first_pass or 0.0)
     found = Foretold(run.seconds_per_token, first, pace.expert is not None)
-    shown = shown_by(engine, generation.later_counters, generation.prompt_tokens)
+    shown = shown_by(engine, generation.later_counters, generation.decode_counters, generation.prompt_tokens)
     shown = shown.after(_prompt_shown(generation, run, pace, layers))
+    if layers.is_of_first_pass:
+        of_prompt = generation.counters - generation.decode_counters
+        shown = replace(shown, first_load=first_load(of_prompt, engine.store.expert_bytes))
     if engine.config.has_low:  # the mean time of full and low-precision copies is the time of neither
         return found
     with suppress(OSError):  # the result does not depend on it
-        remember(place, spec.precision, access, usable(shown, access), _beside(generation, found))
+        remember(place, arithmetic, access, usable(shown, access), _beside(generation, found))
     return found
 
 
@@ -104,10 +111,11 @@ def _beside(generation: Generation, found: Foretold) -> LastRun | None:
     return LastRun(per_token / found.seconds_per_token, first_token / found.ttft_seconds, generation.waited_share)
 
 
-def shown_by(engine: Engine, decode: Counters, prompt_tokens: int) -> Pace:
+def shown_by(engine: Engine, later: Counters, decode: Counters, prompt_tokens: int) -> Pace:
     """Return the times and the skew of routing (how unevenly experts are used), computed from the counters of one
-    sequence's decode steps. Return an empty `Pace` for too few steps."""
-    pace = measured_pace(decode, len(engine.store.layers), engine.store.expert_bytes)
+    sequence's decode steps: the times from those of `later` steps, the skew from those of all steps, `decode`. Return
+    an empty `Pace` for too few steps."""
+    pace = measured_pace(later, len(engine.store.layers), engine.store.expert_bytes)
     return pace if pace == UNKNOWN else replace(pace, skew=_skew_shown(engine, decode, prompt_tokens))
 
 
@@ -121,7 +129,7 @@ def _skew_shown(engine: Engine, decode: Counters, prompt_tokens: int) -> float |
     experts = max(layer.experts for layer in of_layers.values())
     steps, tokens = min(decode.forward_passes, _LONGEST_LOOK), min(prompt_tokens, _LONGEST_PROMPT)
     shape = DrawnShape(experts, ledger.demand.top_k, layers, steps, tokens)
-    slots = max(shape.top_k, round(ledger.cache_slots * layers / len(of_layers)))
+    slots = max(shape.top_k, round(ledger.slots_of_text(prompt_tokens + steps) * layers / len(of_layers)))
     wanted = dict.fromkeys(range(layers), experts)
     eviction = partial(make_eviction_for, engine.eviction_settings, [PoolSize(slots, 0)], wanted)
     found_there = (decode.decode_hits - decode.prefetches_used) / decode.decode_uses

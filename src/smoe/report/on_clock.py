@@ -4,13 +4,13 @@
     habits of recorded runs -> synthetic trace ---+-> virtual clock, policies of the configuration -> TTFT, TPOT
 
 At most `MOST_LAYERS` layers are simulated, with their share of the slots, after a prompt that fills the cache; times
-are then scaled to all layers. There is one sequence.
+are then scaled to all layers. There is one sequence, whose text is short, so that experts use memory that is reserved
+for long texts.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
@@ -20,8 +20,6 @@ from smoe.bounds import DEFAULT_PREFETCH_DEPTH
 from smoe.config import EngineConfig
 from smoe.expert import LOW
 from smoe.memory.emulation import DeviceProfile
-from smoe.memory.expert_files import CHUNK_BYTES
-from smoe.models.spec import ModelSpec
 from smoe.policy.answering import Answering
 from smoe.policy.budget import Ledger
 from smoe.policy.importance import ALL_IMPORTANT
@@ -30,7 +28,8 @@ from smoe.policy.prices import PriceTable
 from smoe.policy.quality_budget import QualityBudget, TimeBudget, nats_of_perplexity
 from smoe.policy.registry import make_eviction_for, predictor_kind
 from smoe.policy.residency import PoolSize
-from smoe.report.pace import ALONE, UNKNOWN, Pace, crowded
+from smoe.report.pace import UNKNOWN, Pace
+from smoe.report.step_times import Work, in_a_crowd, of_first_loads, times_for
 from smoe.routing import Phase, Routing
 from smoe.runtime.substitution import substitution_of
 from smoe.simulator.foresight import Foresight, Recorded, blurred
@@ -42,6 +41,9 @@ PROMPT_TOKENS = 128
 papers."""
 _WARM_UP, _STEPS = 16, 32
 """The numbers of simulated decode steps: warm-up steps that do not count, then counted ones."""
+FIRST_TOKENS = 32
+"""The number of tokens at the beginning of an answer whose speed is stated apart. They are slower, because experts are
+missing that later tokens find in memory."""
 COMPARED_STEPS = 16
 """The number of counted decode steps in simulations that compare budgets and presets. Speeds from so few steps differ
 from those of all steps by 1 % in the mean, and 7 % at most."""
@@ -51,143 +53,6 @@ down concurrent computing."""
 MOST_LAYERS, COMPARED_LAYERS = 12, 6
 """The largest number of simulated layers: of a forecast, and of simulations that compare budgets and presets. Speeds of
 6 layers differ from those of 12 by 2 % in the mean, and 6 % at most (docs/log/forecasts.md)."""
-_DECIDING_SECONDS = 1e-4
-"""Seconds of smoe's Python code in each layer, during which a device waits (docs/log/forecasts.md). On a CPU
-`layer_seconds` includes them."""
-_PROMPT_EXPERT_SECONDS = 60e-6
-"""Additional seconds for an expert of a prompt on a CPU, because it takes several of the library's matrix products.
-This number is a guess, not measured."""
-_UNPACKING = 1.25
-"""The factor by which quantized experts are computed at fewer bytes per second than bf16 experts, on a CPU."""
-_IN_CHUNKS = 1.2
-"""The factor by which a prefetch from a disk, which is read in chunks, takes longer than a load in one piece
-(`memory/expert_files.py`)."""
-_LEAST_READING = 0.05
-"""If experts are read during more than this fraction of the time, reads slow down computing."""
-_HOST_TIER_SHARE = 0.8
-"""The largest fraction of a machine's RAM that the host tier takes."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """The sizes of a model's layers and experts, from which its times on a machine are computed."""
-
-    layers: int
-    """L, the layers with routed experts."""
-    experts: int
-    """E, the experts of a layer."""
-    top_k: int
-    """K, the experts chosen for a token."""
-    expert_bytes: int
-    """Bytes of an expert as stored."""
-    plain_bytes: int
-    """Bytes of an expert with two bytes for each weight. This is also the number of arithmetic operations of the expert
-    for a token."""
-    low_bytes: int
-    """Bytes of a low-precision copy; 0: there are none."""
-    experts_bytes: int
-    layer_bytes: float
-    """Bytes of non-expert weights for each layer with experts."""
-    decoder_layers: float
-    """The number of decoder layers for each layer with experts: 1, or slightly more if some layers have no experts."""
-
-    @property
-    def is_quantised(self) -> bool:
-        return self.expert_bytes < 0.75 * self.plain_bytes
-
-
-def work_of(spec: ModelSpec, dense_bytes: int) -> Work:
-    """Return the sizes of a model, from its configuration. `dense_bytes`: bytes that a step reads in addition to the
-    experts. If layers differ, the largest size is used for all."""
-    layers = len(spec.sites)
-    elements = max(sum(_elements(part.shape) for part in site.parts) for site in spec.sites)
-    return Work(
-        layers=layers,
-        experts=max(site.experts for site in spec.sites),
-        top_k=max(spec.anatomy.top_k.values()),
-        expert_bytes=spec.expert_bytes,
-        plain_bytes=2 * elements,
-        low_bytes=0 if spec.low is None else spec.low.expert_bytes,
-        experts_bytes=spec.experts_bytes,
-        layer_bytes=dense_bytes / layers,
-        decoder_layers=int(spec.config.get_text_config().num_hidden_layers) / layers,
-    )
-
-
-def _elements(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
-def times_for(
-    machine: DeviceProfile,
-    work: Work,
-    host_bytes: int | None = None,
-    faster_reads: float = 1.0,
-    pace: Pace = UNKNOWN,
-) -> StepTimes:
-    """Return the times of loads, experts, layers and planning, from the machine's rates or, if known, from earlier runs
-    (`pace`).
-
-    `host_bytes`: the size of the host tier (None: the usual fraction of the machine's RAM); other experts come from the
-    disk first. `faster_reads`: a factor for the rates of the machine's disk and link.
-    """
-    in_host = _share_in_host(machine, work, host_bytes)
-    slower = _UNPACKING if work.is_quantised else 1.0
-    of_prompts = 1.0 if pace.prompt is None else pace.prompt
-
-    def load(nbytes: int) -> float:
-        if pace.load is not None:
-            return pace.load * nbytes / work.expert_bytes / faster_reads
-        seconds = machine.link_seconds(nbytes)
-        if machine.disk_bytes_per_second is not None:
-            seconds += (1 - in_host) * nbytes / machine.disk_bytes_per_second
-        return seconds / faster_reads
-
-    @cache
-    def expert(rows: int) -> float:
-        if rows == 1 and pace.expert is not None:
-            return pace.expert
-        by_memory = slower * work.expert_bytes / machine.device_bytes_per_second
-        of_a_prompt = _PROMPT_EXPERT_SECONDS if rows > 1 and not machine.has_link else 0.0
-        by_arithmetic = work.plain_bytes * rows / machine.device_flops
-        seconds = machine.device_expert_seconds + of_a_prompt + max(by_memory, by_arithmetic)
-        return seconds if rows == 1 else of_prompts * seconds
-
-    def layer(tokens: int) -> float:
-        if tokens == 1 and pace.layer is not None:
-            return pace.layer
-        constant = machine.device_layer_seconds * (work.decoder_layers - 1)
-        seconds = constant + machine.layer_seconds(work.layer_bytes, tokens)
-        return seconds if tokens == 1 else of_prompts * seconds
-
-    def host(rows: int) -> float:
-        by_memory = slower * work.expert_bytes / machine.host_bytes_per_second
-        return machine.host_expert_seconds + max(by_memory, work.plain_bytes * rows / machine.host_flops)
-
-    return StepTimes(
-        load=load(work.expert_bytes),
-        expert=expert,
-        layer=layer,
-        host=host if machine.has_link else None,
-        deciding=_DECIDING_SECONDS if machine.has_link else 0.0,
-        asking=machine.device_expert_seconds,
-        low_load=load(work.low_bytes) if work.low_bytes else 0.0,
-        in_chunks=1.0 if machine.has_link or work.expert_bytes <= CHUNK_BYTES else _IN_CHUNKS,
-        alone=1.0 if machine.has_link else ALONE,
-    )
-
-
-def _share_in_host(machine: DeviceProfile, work: Work, host_bytes: int | None) -> float:
-    """Return the fraction of the experts that a load finds in the host tier; 1 if the machine has no host tier."""
-    if not machine.has_link:
-        return 1.0
-    if host_bytes is None and machine.host_memory_bytes is None:
-        return 1.0
-    room = _HOST_TIER_SHARE * (machine.host_memory_bytes or 0.0) if host_bytes is None else host_bytes
-    return min(1.0, room / work.experts_bytes)
 
 
 @dataclass(frozen=True)
@@ -197,6 +62,8 @@ class Simulated:
     seconds_per_token: float
     ttft_seconds: float
     """Seconds to the first token of the scene's prompt, with an empty cache."""
+    beginning_seconds: float
+    """Seconds from the first token to the last of the first `FIRST_TOKENS` tokens of an answer."""
     parts: dict[str, float]
     """{activity: seconds} of a token; the sum is `seconds_per_token`."""
     prefill_parts: dict[str, float]
@@ -209,7 +76,18 @@ class Simulated:
 
     @property
     def tokens_per_second(self) -> float:
+        """The speed after the first tokens."""
         return 1 / self.seconds_per_token
+
+    @property
+    def first_tokens_per_second(self) -> float:
+        """The speed of the first `FIRST_TOKENS` tokens of an answer."""
+        return (FIRST_TOKENS - 1) / self.beginning_seconds
+
+    def answer_seconds(self, tokens: float) -> float:
+        """Return the seconds from the first to the last token of an answer of `tokens` tokens."""
+        later = max(0.0, tokens - FIRST_TOKENS)
+        return self.beginning_seconds * min(1.0, (tokens - 1) / (FIRST_TOKENS - 1)) + later * self.seconds_per_token
 
     @property
     def bound_by(self) -> str:
@@ -252,6 +130,11 @@ class Scene:
         """The number of counted decode steps."""
         return COMPARED_STEPS if self.is_compared else _STEPS
 
+    @property
+    def slots(self) -> int:
+        """The number of cache slots at the end of the simulated text."""
+        return self.ledger.slots_of_text(self.prompt_tokens + _WARM_UP + _STEPS)
+
 
 def settled(scene: Scene) -> tuple[Scene, Simulated]:
     """Return the scene and its simulation with typical routing. If prefetching makes the simulated run slower and the
@@ -282,7 +165,8 @@ class _Begun(NamedTuple):
     served: int
     """The number of routings of the trace that the clock has served."""
     is_all_resident: bool
-    """Whether every expert has a slot. Decode steps then load nothing once all experts have been loaded."""
+    """Whether every expert has a slot of its own. The engine then loads all experts, and decode steps load nothing once
+    it has loaded them."""
 
 
 def _begin(scene: Scene, habits: Habits) -> _Begun:
@@ -293,8 +177,12 @@ def _begin(scene: Scene, habits: Habits) -> _Begun:
         habits = replace(habits, skew=scene.pace.skew * habits.skew)
     drawn = Drawn(DrawnShape(work.experts, work.top_k, layers, _WARM_UP + _STEPS, scene.prompt_tokens), habits)
     clock, is_all_resident = _clock(scene, times, layers), scene.ledger.cache_slots >= work.layers * work.experts
+    clock.change_times(of_first_loads(times))
     served = layers * (1 + (0 if is_all_resident else max(0, _WARM_UP - _LOOK_STEPS)))
-    for routing in drawn.trace[:served]:
+    for routing in drawn.trace[:layers]:
+        clock.serve(routing)
+    clock.change_times(times)
+    for routing in drawn.trace[layers:served]:
         clock.serve(routing)
     return _Begun(clock, times, drawn, served, is_all_resident)
 
@@ -307,9 +195,11 @@ def _finish(scene: Scene, begun: _Begun) -> Simulated:
         times, uses, loads, alone, weighed = begun.times, steps * layers * work.top_k, 0, 0, 0.0
         by_device = weighed = float(uses)
         seconds = work.layers * (times.layer(1) + times.deciding + work.top_k * times.expert(1))
+        beginning = (FIRST_TOKENS - 1) * seconds + (0.0 if scene.is_compared else scale * _delay_by_filling(begun))
     else:
         timed, before, times = _served(scene, begun, steps)
         seconds = scale * sum(timed.step_seconds[_WARM_UP:]) / steps
+        beginning = scale * sum(timed.step_seconds[: FIRST_TOKENS - 1])
         uses, loads = timed.uses - before.uses, timed.loads - before.loads
         by_device = uses - timed.computed_by_host * steps / (steps + _WARM_UP)
         alone = timed.computed_alone - before.computed_alone
@@ -317,6 +207,7 @@ def _finish(scene: Scene, begun: _Begun) -> Simulated:
     return Simulated(
         seconds,
         scale * prefill_seconds,
+        beginning,
         _parts(scene, times, seconds, scale * weighed / steps),
         _prefill_parts(scene, times, begun.drawn, layers),
         {
@@ -342,8 +233,28 @@ def prompt_seconds(scene: Scene, tokens: int) -> float:
         piece = min(config.prefill_tokens, tokens - first)
         rows = max(1, round(piece * work.top_k / work.experts))
         computing = times.layer(piece) + work.experts * times.expert(rows)
-        seconds += work.layers * max(computing, (missing if first else work.experts) * times.load)
+        reading = missing * times.load if first else work.experts * of_first_loads(times).load
+        seconds += work.layers * max(computing, reading)
     return seconds
+
+
+def _delay_by_filling(begun: _Begun) -> float:
+    """Return the seconds by which the first tokens of an answer take longer in the simulated layers, because experts
+    that the prompt has not used are still being loaded. Ends with the step in which the last load has ended."""
+    layers, trace = begun.drawn.shape.layers, begun.drawn.trace
+    first_loads = of_first_loads(begun.times)
+    clock, busy = begun.clock.fork(None), in_a_crowd(first_loads, 1.0)
+    clock.fill([(layer, expert) for layer in range(layers) for expert in range(begun.drawn.shape.experts)])
+    steps = 0
+    while clock.is_loading and steps < FIRST_TOKENS - 1:
+        clock.change_times(busy)
+        begins = layers * (1 + steps)
+        for routing in trace[begins : begins + layers]:
+            clock.serve(routing)
+        steps += 1
+    times = begun.times
+    usual = layers * (times.layer(1) + times.deciding + begun.drawn.shape.top_k * times.expert(1))
+    return max(0.0, sum(clock.result.step_seconds) - steps * usual)
 
 
 def _served(scene: Scene, begun: _Begun, steps: int) -> tuple[Timed, Timed, StepTimes]:
@@ -356,7 +267,7 @@ def _served(scene: Scene, begun: _Begun, steps: int) -> tuple[Timed, Timed, Step
     for routing in trace[begun.served : first]:
         clock.serve(routing)
     if not scene.machine.has_link:
-        times = _in_a_crowd(times, _reading(clock.result, unseen))
+        times = in_a_crowd(times, _reading(clock.result, unseen))
         clock.change_times(times)
     before = replace(clock.result, step_seconds=[])
     for routing in trace[first : first + layers * steps]:
@@ -368,15 +279,6 @@ def _reading(timed: Timed, before: Timed) -> float:
     """Return the fraction of the time since the snapshot `before` in which at least one read was running."""
     seconds = sum(timed.step_seconds[len(before.step_seconds) :])
     return (timed.link_seconds - before.link_seconds) / seconds
-
-
-def _in_a_crowd(times: StepTimes, reading: float) -> StepTimes:
-    """Return the times with slower layers in decode steps, because reads run during the fraction `reading` of the time
-    and occupy the same cores. Prompts, with few large products, are not slowed."""
-    if reading <= _LEAST_READING:
-        return times
-    slower = crowded(reading)
-    return replace(times, layer=lambda tokens: times.layer(tokens) * (slower if tokens == 1 else 1.0))
 
 
 class Drawn(NamedTuple):
@@ -408,7 +310,7 @@ def _clock(scene: Scene, times: StepTimes, layers: int) -> VirtualClock:
     """Return a virtual clock that uses the engine's policies, without prefetching. Its number of slots is the fraction
     of all slots that the simulated layers have."""
     work, config, share = scene.work, scene.config, layers / scene.work.layers
-    slots = max(work.top_k, round(share * scene.ledger.cache_slots))
+    slots = max(work.top_k, round(share * scene.slots))
     low_slots = max(work.top_k, round(share * scene.ledger.low_slots)) if scene.ledger.low_slots else 0
     sizes = [PoolSize(slots, 0)] + [PoolSize(low_slots, 0, form=LOW)] * (low_slots > 0)
     eviction = make_eviction_for(config.eviction_settings, sizes, dict.fromkeys(range(layers), work.experts))
@@ -481,7 +383,7 @@ def _parts(scene: Scene, times: StepTimes, seconds: float, computed: float) -> d
 
 def _prefill_parts(scene: Scene, times: StepTimes, drawn: Drawn, layers: int) -> dict[str, float]:
     prompt, scale = _prompt(drawn.shape, drawn.habits), scene.work.layers / layers
-    reading = sum(sum(rows.values()) for rows in prompt) * times.load
+    reading = sum(sum(rows.values()) for rows in prompt) * of_first_loads(times).load
     computing = layers * times.layer(drawn.shape.prompt_tokens)
     computing += sum(count * times.expert(rows) for of_layer in prompt for rows, count in of_layer.items())
     return {"link" if scene.machine.has_link else "disk": scale * reading, "computing": scale * computing}

@@ -21,19 +21,20 @@ from smoe.models.described import Described
 from smoe.models.finish_spec import with_experts_of
 from smoe.models.packed import contents_in_precision
 from smoe.models.spec import ModelSpec
-from smoe.policy.budget import Ledger, allocate
+from smoe.policy.budget import Ledger
 from smoe.policy.registry import eviction_kind
 from smoe.presets import PRESETS
 from smoe.report.on_clock import (
+    FIRST_TOKENS,
     PROMPT_TOKENS,
     Scene,
     Simulated,
     prompt_seconds,
     settled,
     simulate,
-    work_of,
 )
-from smoe.report.pace import UNTAUGHT_SPEEDS, Access, Pace, access_of
+from smoe.report.pace import UNTAUGHT_SPEEDS, Access, Arithmetic, Pace, access_of, arithmetic_of
+from smoe.report.step_times import work_of
 from smoe.simulator.synthetic import LEAST_REPETITIVE, MOST_REPETITIVE, SAYS, TYPICAL
 from smoe.units import identifier, plain_span, size_to_type
 
@@ -76,6 +77,7 @@ class Case:
             "lossy": self.lossy,
             "missing": self.missing,
             "tokens_per_second": self.run.tokens_per_second,
+            "first_tokens_per_second": self.run.first_tokens_per_second,
             "ttft_seconds": self.run.ttft_seconds,
             "bound_by": self.run.bound_by,
         }
@@ -122,7 +124,7 @@ class Outlook:
     @property
     def answer_seconds(self) -> float:
         """Seconds from the first to the last word of an answer of `ANSWER_WORDS` words."""
-        return ANSWER_WORDS * TOKENS_A_WORD / self.asked.run.tokens_per_second
+        return self.asked.run.answer_seconds(ANSWER_WORDS * TOKENS_A_WORD)
 
     def plainly(self) -> str:
         """Return the forecast in one sentence."""
@@ -139,6 +141,7 @@ class Outlook:
             **self.asked.as_json(),
             "tokens_per_second_range": self.tokens_per_second,
             "is_calibrated": self.asked.is_taught,
+            "first_tokens": FIRST_TOKENS,
             "ttft_seconds_range": self.seconds(run.ttft_seconds),
             "first_pass_seconds": self.asked.first_pass_seconds,
             "ttft_prompt_tokens": PROMPT_TOKENS,
@@ -173,8 +176,10 @@ class Subject:
     """Bytes of non-expert weights that a step reads."""
     predictor_of: Callable[[ModelSpec, EngineConfig], str]
     """A function that returns the name of the predictor that decoding uses."""
-    pace_of: Callable[[str, Access], Pace]
-    """A function that returns the times measured in earlier runs, for a precision and an access to experts."""
+    pace_of: Callable[[Arithmetic, Access], Pace]
+    """A function that returns the times measured in earlier runs, for an arithmetic and an access to experts."""
+    divide: Callable[[int, ModelSpec, EngineConfig], Ledger]
+    """A function that divides a memory budget, given in bytes. Raises `BudgetError` if it is too small."""
     is_direct: bool = False
     """Whether loads read past the page cache."""
     unlearned: tuple[str, ...] = ()
@@ -187,7 +192,7 @@ class Subject:
         missing = [*self._packs(), *self.unlearned, *missing]
         work = work_of(self.spec, self.dense_bytes)
         predictor = self.predictor_of(self.spec, known.config)
-        pace = self.pace_of(self.spec.precision, access_of(ledger, self.is_direct))
+        pace = self.pace_of(arithmetic_of(self.config, self.spec.precision), access_of(ledger, self.is_direct))
         unsettled = Scene(
             work, self.machine, ledger, known.config, predictor, known.prices, pace=pace, is_compared=is_compared
         )
@@ -298,7 +303,7 @@ def _others(subject: Subject, ledger: Ledger, asked: Case) -> Iterator[Case]:
         try:
             config = with_preset(subject.config, preset, precision)
             spec = with_experts_of(subject.spec, subject.checkpoint, config)
-            divided = allocate(ledger.budget_bytes, spec.demand(config))
+            divided = subject.divide(ledger.budget_bytes, spec, config)
         except (BudgetError, ConfigError, UnsupportedModelError):
             continue
         yield replace(subject, spec=spec, config=config, unlearned=()).case(divided, is_compared=True)[0]

@@ -1,8 +1,8 @@
 """Stores the times that a model's runs have measured on this machine, for the next forecast (`on_clock.py`).
 
 A forecast knows only a machine's rates. A run measures the times of an expert, a layer and a load of this model. They
-do not depend on the memory budget, so later forecasts use them. `smoe generate` and `smoe serve` store them in the
-user's cache.
+do not depend on the memory budget, so later forecasts of the same arithmetic use them. `smoe generate` and `smoe serve`
+store them in the user's cache.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from smoe.config import EngineConfig
+from smoe.cpu_isa import max_cpu_isa
 from smoe.machine.measure import describe_machine
 from smoe.machine.processor import BUSY_SHARE
 from smoe.metrics import Counters
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
 
 _LEAST_READING = 0.05
 """The fraction of the time in which experts are read at least, in a run that does not have all of them in memory."""
-LEAST_STEPS = 16
-"""The smallest number of decode steps of a run whose times are stored."""
+LEAST_STEPS = 10
+"""The smallest number of decode steps, without the first ones of a text, of a run whose times are stored."""
 _LEAST_LOADS = 16
 _MOST_CACHED = 0.05
 """The largest fraction of the bytes that a run may have copied from the page cache, so that the time of its loads is
@@ -53,6 +55,9 @@ class Pace:
     first_pass: float | None = None
     """Additional seconds that a process's first pass takes, whatever the prompt, because kernels are compiled and
     memory is used for the first time. At most `MOST_FIRST_PASS`."""
+    first_load: float | None = None
+    """Seconds of loading one expert into memory that the process uses for the first time, while all threads read. The
+    system must find and clear that memory, which can take longer than reading."""
 
     def after(self, other: Pace) -> Pace:
         """Return the geometric mean of these times and `other`, so that one disturbed run changes little. A much
@@ -194,6 +199,34 @@ def measured_pace(decode: Counters, layers: int, expert_bytes: int) -> Pace:
     )
 
 
+def first_load(prompt: Counters, expert_bytes: int) -> float | None:
+    """Return the seconds of loading one expert into memory that is used for the first time, from the counters of a
+    process's first prompt. None for too few loads, or loads from the page cache."""
+    loads = prompt.bytes_read / expert_bytes
+    if loads < _LEAST_LOADS or prompt.bytes_cached > _MOST_CACHED * prompt.bytes_read:
+        return None
+    return prompt.read_busy_seconds / loads
+
+
+class Arithmetic(NamedTuple):
+    """The arithmetic of a run. Only runs of the same arithmetic have the same times of computing."""
+
+    precision: str
+    """The precision of the experts."""
+    settings: str = ""
+    """The settings that change the arithmetic; empty for the default arithmetic."""
+
+
+def arithmetic_of(config: EngineConfig, precision: str) -> Arithmetic:
+    """Return the arithmetic of a run with these settings. `precision`: that of the experts, which `config` may leave to
+    the files."""
+    found = [] if config.kernels == "auto" else [f"kernels {config.kernels}"]
+    found += [] if config.activations == "auto" else [f"activations {config.activations}"]
+    found += ["reproducible"] * config.reproducible
+    found += [] if max_cpu_isa() == "all" else [f"at most {max_cpu_isa()}"]
+    return Arithmetic(precision, ", ".join(found))
+
+
 class Access(Enum):
     """How runs get experts that are not in memory."""
 
@@ -214,62 +247,65 @@ def access_of(ledger: Ledger, is_direct: bool) -> Access:
 
 
 def usable(pace: Pace, access: Access) -> Pace:
-    """Return the times of a run that later forecasts can use: none if the budget holds all experts, and the run ended
-    while they were still being read."""
-    return UNKNOWN if access is Access.NONE and (pace.reading or 0.0) > _LEAST_READING else pace
+    """Return the times of a run that later forecasts can use: only those of its prompt if the budget holds all experts,
+    and the run ended while they were still being read."""
+    if access is not Access.NONE or (pace.reading or 0.0) <= _LEAST_READING:
+        return pace
+    return Pace(first_load=pace.first_load, prompt=pace.prompt, first_pass=pace.first_pass)
 
 
-def pace_of(folder: Path, precision: str, access: Access) -> Pace:
-    """Return the stored times of the model in `folder` with experts in `precision`. What was only measured in runs with
-    another access is the same, except the time of a load. Where all experts are in memory, no read slows an expert. The
+def pace_of(folder: Path, arithmetic: Arithmetic, access: Access) -> Pace:
+    """Return the stored times of the model in `folder` with this arithmetic. What was only measured in runs with
+    another access is the same, except the times of loads. Where all experts are in memory, no read slows an expert. The
     time of a layer without its experts is that of any precision."""
     others = [each for each in (Access.DIRECT, Access.PAGE_CACHE, Access.NONE) if each is not access]
-    own, first, second = (_measured(folder, precision, each) for each in (access, *others))
-    found = replace(first.completed_by(second), load=None)
+    own, first, second = (_measured(folder, arithmetic, each) for each in (access, *others))
+    found = replace(first.completed_by(second), load=None, first_load=None)
     if access is Access.NONE and found.expert is not None:
         found = replace(found, expert=found.expert / crowded(found.reading or 0.0), reading=None)
-    return own.completed_by(found).completed_by(Pace(layer=_layer_of_any_precision(folder)))
+    return own.completed_by(found).completed_by(Pace(layer=_layer_of_any_precision(folder, arithmetic)))
 
 
-def _layer_of_any_precision(folder: Path) -> float | None:
-    """Return the time of a layer that was measured last on this processor, with experts in any precision."""
-    processor = describe_machine()["processor"]
+def _layer_of_any_precision(folder: Path, arithmetic: Arithmetic) -> float | None:
+    """Return the time of a layer that was measured last on this processor with these settings, with experts in any
+    precision."""
     for key, entry in reversed(_entries(folder).items()):
-        if key.startswith(f"{processor}, ") and isinstance(entry.get("pace", {}).get("layer"), float):
-            layer: float = entry["pace"]["layer"]
+        precision, layer = key.split(_SEPARATOR)[1:2], entry.get("pace", {}).get("layer")
+        same = [_key(arithmetic._replace(precision=each), access) for each in precision for access in Access]
+        if key in same and isinstance(layer, float):
             return layer
     return None
 
 
-def loads_other_way(folder: Path, precision: str, access: Access) -> bool:
+def loads_other_way(folder: Path, arithmetic: Arithmetic, access: Access) -> bool:
     """Return whether loads were measured only in runs that read experts the other way."""
     ways = {Access.DIRECT: Access.PAGE_CACHE, Access.PAGE_CACHE: Access.DIRECT}
     if access not in ways:
         return False
-    own, other = (_measured(folder, precision, each) for each in (access, ways[access]))
+    own, other = (_measured(folder, arithmetic, each) for each in (access, ways[access]))
     return own.load is None and other.load is not None
 
 
-def _measured(folder: Path, precision: str, access: Access) -> Pace:
+def _measured(folder: Path, arithmetic: Arithmetic, access: Access) -> Pace:
     """Return the times of the runs with this access to experts."""
     try:
-        stored = _entries(folder)[_key(precision, access)]["pace"]
+        stored = _entries(folder)[_key(arithmetic, access)]["pace"]
         return Pace(**{field.name: stored[field.name] for field in fields(Pace)})
     except (KeyError, TypeError):
         return UNKNOWN
 
 
-def last_run_of(folder: Path, precision: str, access: Access) -> LastRun | None:
+def last_run_of(folder: Path, arithmetic: Arithmetic, access: Access) -> LastRun | None:
     """Return the comparison of the last run of the model in `folder` with its forecast; None if no run is stored."""
     try:
-        return LastRun(**_entries(folder)[_key(precision, access)]["last_run"])
+        return LastRun(**_entries(folder)[_key(arithmetic, access)]["last_run"])
     except (KeyError, TypeError):
         return None
 
 
 def remember(
     folder: Path,
-    precision: str,
+    arithmetic: Arithmetic,
     access: Access,
     pace: Pace,
     last: LastRun | None = None,
@@ -281,7 +317,7 @@ def remember(
     of the run with its forecast. Without one the comparison that is stored stays, and `waited` is the share of the
     run's time in which its thread waited for a core.
     """
-    entries, key, known = _entries(folder), _key(precision, access), _measured(folder, precision, access)
+    entries, key, known = _entries(folder), _key(arithmetic, access), _measured(folder, arithmetic, access)
     was_disturbed = key in entries and bool(entries[key].get("is_disturbed"))
     is_disturbed = _is_disturbed(waited if last is None else last.waited)
     if known != UNKNOWN and is_disturbed and not was_disturbed:
@@ -309,7 +345,7 @@ class _Runs(StoredValue):
     """What runs of one model have measured."""
 
     kind = "pace"
-    version = 3
+    version = 4
 
     entries: dict[str, Any]
     """The times and the last run, by the conditions of the runs (`_key`)."""
@@ -327,6 +363,10 @@ def _entries(folder: Path) -> dict[str, Any]:
     return {} if found is None else found.entries
 
 
-def _key(precision: str, access: Access) -> str:
-    """Return the key under which the times of a model are stored: processor, precision, and access to experts."""
-    return f"{describe_machine()['processor']}, {precision}, {access.value}"
+_SEPARATOR = " | "
+
+
+def _key(arithmetic: Arithmetic, access: Access) -> str:
+    """Return the key under which the times of a model are stored: processor, precision, settings of the arithmetic, and
+    access to experts."""
+    return _SEPARATOR.join([describe_machine()["processor"], *arithmetic, access.value])

@@ -29,6 +29,11 @@ class PromptLayers(StepObserver):
             self._computed.append(self._engine.now() - counters.elsewhere_seconds - counters.plan_seconds)
 
     @property
+    def is_of_first_pass(self) -> bool:
+        """Whether the engine's first pass has been observed."""
+        return bool(self._computed)
+
+    @property
     def warm_seconds(self) -> float | None:
         """The seconds that the pass would have taken for computing if every layer took the median time. None for too
         few layers."""

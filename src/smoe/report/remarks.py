@@ -7,7 +7,7 @@ from pathlib import Path
 from smoe.machine.floor import Rates
 from smoe.machine.measure import load_profile
 from smoe.machine.processor import BUSY_SHARE, waited_share
-from smoe.report.pace import Access, last_run_of, loads_other_way, pace_of
+from smoe.report.pace import Access, Arithmetic, last_run_of, loads_other_way, pace_of
 from smoe.simulator.synthetic import SAYS
 
 _UNTAUGHT = (
@@ -56,14 +56,19 @@ def of_machine(rates: Rates, is_emulated: bool) -> list[str]:
     return [*busy, *remarks, figures]
 
 
-def of_earlier_runs(place: Path, precision: str, access: Access) -> list[str]:
-    """Return remarks about earlier runs of the model in `place` on this machine. `access`: that of the forecast run."""
-    known, last = pace_of(place, precision, access), last_run_of(place, precision, access)
+def _in_words(arithmetic: Arithmetic) -> str:
+    return ", ".join(filter(None, arithmetic))
+
+
+def of_earlier_runs(place: Path, arithmetic: Arithmetic, access: Access) -> list[str]:
+    """Return remarks about earlier runs of the model in `place` on this machine, for a forecast of this arithmetic
+    and access."""
+    known, last = pace_of(place, arithmetic, access), last_run_of(place, arithmetic, access)
     if known.expert is None:
-        return [_UNTAUGHT.format(precision)]
+        return [_UNTAUGHT.format(_in_words(arithmetic))]
     skewed = ["the simulated routing uses experts as unevenly as those runs did"] if known.skew is not None else []
     loads = []
-    if loads_other_way(place, precision, access):
+    if loads_other_way(place, arithmetic, access):
         is_direct = access is Access.DIRECT
         loads.append(_OTHER_LOADS.format(*(("disk", _CACHE, _DISK) if is_direct else ("memory", _DISK, _CACHE))))
-    return [_TAUGHT.format(precision), *loads, *skewed, *([] if last is None else last.doubts())]
+    return [_TAUGHT.format(_in_words(arithmetic)), *loads, *skewed, *([] if last is None else last.doubts())]

@@ -59,6 +59,9 @@ class StepTimes:
     alone: float = 1.0
     """The factor by which an expert of a decode step takes longer if the engine had to wait for it. Resident experts
     are computed together, the other experts one by one."""
+    first_load: float | None = None
+    """Seconds to load the full copy of one expert into memory that the process uses for the first time; None: as any
+    other load."""
 
 
 @dataclass
@@ -89,13 +92,14 @@ class _Link:
     calls must not fall."""
 
     def __init__(self, seconds: float, low_seconds: float, in_chunks: float) -> None:
-        self._seconds = {EXACT: seconds, LOW: low_seconds}
+        self.seconds = {EXACT: seconds, LOW: low_seconds}
+        """{format: seconds of a load that begins from now on}."""
         self._in_chunks = in_chunks
         self._chunked: set[ExpertKey] = set()
         self._free = 0.0
         self.busy_seconds = 0.0
         self._waiting: deque[tuple[ExpertKey, float]] = deque()
-        self._expected: deque[tuple[ExpertKey, float]] = deque()
+        self._expected: dict[ExpertKey, float] = {}
         self._ends: dict[ExpertKey, float] = {}
 
     def submit(self, key: ExpertKey, now: float, is_waited_for: bool) -> None:
@@ -105,7 +109,7 @@ class _Link:
             self._waiting.append((key, now))
         else:
             self._chunked.add(key)
-            self._expected.append((key, now))
+            self._expected[key] = now
 
     def ended(self, now: float) -> list[ExpertKey]:
         """Return the loads that have ended by the time `now` and were not returned before."""
@@ -119,9 +123,9 @@ class _Link:
         """Return the time at which the load of `key` ends. A thread waits for this load, so it gets priority over loads
         for which no thread waits."""
         self._run(now)
-        for entry in [entry for entry in self._expected if entry[0] == key]:
-            self._expected.remove(entry)
-            self._waiting.append(entry)
+        since = self._expected.pop(key, None)
+        if since is not None:
+            self._waiting.append((key, since))
         while key not in self._ends:
             self._begin_next(inf)
         return self._ends.pop(key)
@@ -129,12 +133,16 @@ class _Link:
     def cancel(self, key: ExpertKey, now: float) -> bool:
         """Cancel a load. Return False if it has already begun."""
         self._run(now)
-        for queue in (self._waiting, self._expected):
-            for entry in queue:
-                if entry[0] == key:
-                    queue.remove(entry)
-                    return True
-        return False
+        for entry in self._waiting:
+            if entry[0] == key:
+                self._waiting.remove(entry)
+                return True
+        return self._expected.pop(key, None) is not None
+
+    @property
+    def has_queued(self) -> bool:
+        """Whether a load has not begun."""
+        return bool(self._waiting or self._expected)
 
     def is_busy(self, now: float) -> bool:
         self._run(now)
@@ -146,15 +154,18 @@ class _Link:
 
     def _begin_next(self, before: float) -> bool:
         """Begin one load if it can begin before the time `before`. Return whether one has begun."""
-        queue = self._waiting or self._expected
-        if not queue:
+        found = self._waiting[0] if self._waiting else next(iter(self._expected.items()), None)
+        if found is None:
             return False
-        key, since = queue[0]
+        key, since = found
         begins = max(self._free, since)
         if begins >= before:
             return False
-        queue.popleft()
-        seconds = self._seconds[key[2]] * (self._in_chunks if key in self._chunked else 1.0)
+        if self._waiting:
+            self._waiting.popleft()
+        else:
+            del self._expected[key]
+        seconds = self.seconds[key[2]] * (self._in_chunks if key in self._chunked else 1.0)
         self.busy_seconds += seconds
         self._free = self._ends[key] = begins + seconds
         return True
@@ -211,8 +222,24 @@ class VirtualClock:
         return other
 
     def change_times(self, times: StepTimes) -> None:
-        """Use other times for layers and experts from now on. The time of a load does not change."""
+        """Use other times from now on, also for loads that have not begun."""
         self._times = times
+        self._link.seconds = {EXACT: times.load, LOW: times.low_load}
+
+    def fill(self, experts: Iterable[tuple[int, int]]) -> None:
+        """Queue loads of those of the experts (layer, expert) that are missing, in their order, into free cache slots,
+        as `runtime/arrivals.py` does. Loads that a layer waits for are executed before these loads."""
+        table = self._table
+        here = table.ready.keys() | table.inflight.keys()
+        missing = [key for key in ((*at, EXACT) for at in experts) if key not in here]
+        slots = iter([*table.pools[0].free_cache])
+        loads = (Load(key, slot, None, True, LoadReason.PREFETCH, 0) for key, slot in zip(missing, slots, strict=False))
+        self._progress.prefetch(list(loads))
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a load is running or queued."""
+        return self._link.is_busy(self._now) or self._link.has_queued
 
     def serve(self, routing: Routing) -> None:
         """Execute one layer of one step, and advance the clock by its time."""
