@@ -41,7 +41,7 @@ from smoe.policy.trial import TURN, TURNS
 from smoe.presets import configure
 from smoe.report.forecast import foretell
 from smoe.report.on_clock import PROMPT_TOKENS
-from smoe.report.pace import Access, Arithmetic, Pace, remember
+from smoe.report.pace import Access, Pace, RunArithmetic, remember
 from smoe.units import parse_share
 from smoe.user_cache import PLACE
 
@@ -198,7 +198,7 @@ def _teach(rows: list[dict[str, Any]]) -> None:
         run, place = row["rounds"][0], described_checkpoint(model, None).place
         pace = replace(Pace(**run["pace"]), prompt=run["prompt_computing"] / row["forecast"]["prompt_computing"])
         for access in Access:  # all runs read in the same way
-            remember(place, Arithmetic(precision), access, pace)
+            remember(place, RunArithmetic(precision), access, pace)
 
 
 def summarised(rows: list[dict[str, Any]], told: str = "forecast") -> dict[str, Any]:

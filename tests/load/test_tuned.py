@@ -49,7 +49,11 @@ KINDS: dict[str, tuple[StoredValue, int, set[str]]] = {
         3,
         {"circumstances", "alphas", "rounds", "bytes_per_second"},
     ),
-    "pace": (_Runs({"a processor, auto, direct": {"pace": {}, "last_run": None}}), 3, {"a processor, auto, direct"}),
+    "pace": (
+        _Runs({"a processor | auto |  | direct": {"pace": {}, "last_run": None}}),
+        4,
+        {"a processor | auto |  | direct"},
+    ),
     "verified-packs": (_Verified("experts.int4.smoe", [1, 2, 3]), 1, {"pack", "identity"}),
 }
 """For each kind, named as its folder: a value, the version of the form, and the entries of the file."""

@@ -21,9 +21,9 @@ from smoe.report.pace import (
     PROMPT_FACTORS,
     UNKNOWN,
     Access,
-    Arithmetic,
     LastRun,
     Pace,
+    RunArithmetic,
     access_of,
     arithmetic_of,
     crowded,
@@ -37,7 +37,7 @@ from smoe.report.pace import (
     usable,
 )
 
-AUTO, INT4 = Arithmetic("auto"), Arithmetic("int4")
+AUTO, INT4 = RunArithmetic("auto"), RunArithmetic("int4")
 COUNTED = Counters(
     forward_passes=20, decode_uses=320, decode_hits=290, loads=30, prefetches=10, bytes_read=4000,
     read_busy_seconds=0.8, compute_seconds=0.64, forward_seconds=3.0, wait_seconds=0.36, plan_seconds=0.4,

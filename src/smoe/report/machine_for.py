@@ -20,7 +20,7 @@ from smoe.memory.store import ExpertStore
 from smoe.models.described import Described
 from smoe.models.spec import ModelSpec
 from smoe.policy.budget import Ledger
-from smoe.report.pace import UNKNOWN, Access, Arithmetic, Pace, pace_of
+from smoe.report.pace import UNKNOWN, Access, Pace, RunArithmetic, pace_of
 
 READING_SECONDS = 1.0
 """How many seconds experts of the model are read, to measure the disk."""
@@ -87,7 +87,7 @@ def machine_for(
 
 
 def pace_for(
-    checkpoint: Described, device: AnyDevice, is_emulated: bool, arithmetic: Arithmetic, access: Access
+    checkpoint: Described, device: AnyDevice, is_emulated: bool, arithmetic: RunArithmetic, access: Access
 ) -> Pace:
     """Return the times that earlier runs of the model have measured. They are unknown for a GPU or an emulated
     device."""

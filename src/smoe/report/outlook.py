@@ -33,7 +33,7 @@ from smoe.report.on_clock import (
     settled,
     simulate,
 )
-from smoe.report.pace import UNTAUGHT_SPEEDS, Access, Arithmetic, Pace, access_of, arithmetic_of
+from smoe.report.pace import UNTAUGHT_SPEEDS, Access, Pace, RunArithmetic, access_of, arithmetic_of
 from smoe.report.step_times import work_of
 from smoe.simulator.synthetic import LEAST_REPETITIVE, MOST_REPETITIVE, SAYS, TYPICAL
 from smoe.units import identifier, plain_span, size_to_type
@@ -176,7 +176,7 @@ class Subject:
     """Bytes of non-expert weights that a step reads."""
     predictor_of: Callable[[ModelSpec, EngineConfig], str]
     """A function that returns the name of the predictor that decoding uses."""
-    pace_of: Callable[[Arithmetic, Access], Pace]
+    pace_of: Callable[[RunArithmetic, Access], Pace]
     """A function that returns the times measured in earlier runs, for an arithmetic and an access to experts."""
     divide: Callable[[int, ModelSpec, EngineConfig], Ledger]
     """A function that divides a memory budget, given in bytes. Raises `BudgetError` if it is too small."""

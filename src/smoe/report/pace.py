@@ -208,7 +208,7 @@ def first_load(prompt: Counters, expert_bytes: int) -> float | None:
     return prompt.read_busy_seconds / loads
 
 
-class Arithmetic(NamedTuple):
+class RunArithmetic(NamedTuple):
     """The arithmetic of a run. Only runs of the same arithmetic have the same times of computing."""
 
     precision: str
@@ -217,14 +217,14 @@ class Arithmetic(NamedTuple):
     """The settings that change the arithmetic; empty for the default arithmetic."""
 
 
-def arithmetic_of(config: EngineConfig, precision: str) -> Arithmetic:
+def arithmetic_of(config: EngineConfig, precision: str) -> RunArithmetic:
     """Return the arithmetic of a run with these settings. `precision`: that of the experts, which `config` may leave to
     the files."""
     found = [] if config.kernels == "auto" else [f"kernels {config.kernels}"]
     found += [] if config.activations == "auto" else [f"activations {config.activations}"]
     found += ["reproducible"] * config.reproducible
     found += [] if max_cpu_isa() == "all" else [f"at most {max_cpu_isa()}"]
-    return Arithmetic(precision, ", ".join(found))
+    return RunArithmetic(precision, ", ".join(found))
 
 
 class Access(Enum):
@@ -254,7 +254,7 @@ def usable(pace: Pace, access: Access) -> Pace:
     return Pace(first_load=pace.first_load, prompt=pace.prompt, first_pass=pace.first_pass)
 
 
-def pace_of(folder: Path, arithmetic: Arithmetic, access: Access) -> Pace:
+def pace_of(folder: Path, arithmetic: RunArithmetic, access: Access) -> Pace:
     """Return the stored times of the model in `folder` with this arithmetic. What was only measured in runs with
     another access is the same, except the times of loads. Where all experts are in memory, no read slows an expert. The
     time of a layer without its experts is that of any precision."""
@@ -266,7 +266,7 @@ def pace_of(folder: Path, arithmetic: Arithmetic, access: Access) -> Pace:
     return own.completed_by(found).completed_by(Pace(layer=_layer_of_any_precision(folder, arithmetic)))
 
 
-def _layer_of_any_precision(folder: Path, arithmetic: Arithmetic) -> float | None:
+def _layer_of_any_precision(folder: Path, arithmetic: RunArithmetic) -> float | None:
     """Return the time of a layer that was measured last on this processor with these settings, with experts in any
     precision."""
     for key, entry in reversed(_entries(folder).items()):
@@ -277,7 +277,7 @@ def _layer_of_any_precision(folder: Path, arithmetic: Arithmetic) -> float | Non
     return None
 
 
-def loads_other_way(folder: Path, arithmetic: Arithmetic, access: Access) -> bool:
+def loads_other_way(folder: Path, arithmetic: RunArithmetic, access: Access) -> bool:
     """Return whether loads were measured only in runs that read experts the other way."""
     ways = {Access.DIRECT: Access.PAGE_CACHE, Access.PAGE_CACHE: Access.DIRECT}
     if access not in ways:
@@ -286,7 +286,7 @@ def loads_other_way(folder: Path, arithmetic: Arithmetic, access: Access) -> boo
     return own.load is None and other.load is not None
 
 
-def _measured(folder: Path, arithmetic: Arithmetic, access: Access) -> Pace:
+def _measured(folder: Path, arithmetic: RunArithmetic, access: Access) -> Pace:
     """Return the times of the runs with this access to experts."""
     try:
         stored = _entries(folder)[_key(arithmetic, access)]["pace"]
@@ -295,7 +295,7 @@ def _measured(folder: Path, arithmetic: Arithmetic, access: Access) -> Pace:
         return UNKNOWN
 
 
-def last_run_of(folder: Path, arithmetic: Arithmetic, access: Access) -> LastRun | None:
+def last_run_of(folder: Path, arithmetic: RunArithmetic, access: Access) -> LastRun | None:
     """Return the comparison of the last run of the model in `folder` with its forecast; None if no run is stored."""
     try:
         return LastRun(**_entries(folder)[_key(arithmetic, access)]["last_run"])
@@ -305,7 +305,7 @@ def last_run_of(folder: Path, arithmetic: Arithmetic, access: Access) -> LastRun
 
 def remember(
     folder: Path,
-    arithmetic: Arithmetic,
+    arithmetic: RunArithmetic,
     access: Access,
     pace: Pace,
     last: LastRun | None = None,
@@ -366,7 +366,7 @@ def _entries(folder: Path) -> dict[str, Any]:
 _SEPARATOR = " | "
 
 
-def _key(arithmetic: Arithmetic, access: Access) -> str:
+def _key(arithmetic: RunArithmetic, access: Access) -> str:
     """Return the key under which the times of a model are stored: processor, precision, settings of the arithmetic, and
     access to experts."""
     return _SEPARATOR.join([describe_machine()["processor"], *arithmetic, access.value])

@@ -7,7 +7,7 @@ from pathlib import Path
 from smoe.machine.floor import Rates
 from smoe.machine.measure import load_profile
 from smoe.machine.processor import BUSY_SHARE, waited_share
-from smoe.report.pace import Access, Arithmetic, last_run_of, loads_other_way, pace_of
+from smoe.report.pace import Access, RunArithmetic, last_run_of, loads_other_way, pace_of
 from smoe.simulator.synthetic import SAYS
 
 _UNTAUGHT = (
@@ -56,11 +56,11 @@ def of_machine(rates: Rates, is_emulated: bool) -> list[str]:
     return [*busy, *remarks, figures]
 
 
-def _in_words(arithmetic: Arithmetic) -> str:
+def _in_words(arithmetic: RunArithmetic) -> str:
     return ", ".join(filter(None, arithmetic))
 
 
-def of_earlier_runs(place: Path, arithmetic: Arithmetic, access: Access) -> list[str]:
+def of_earlier_runs(place: Path, arithmetic: RunArithmetic, access: Access) -> list[str]:
     """Return remarks about earlier runs of the model in `place` on this machine, for a forecast of this arithmetic
     and access."""
     known, last = pace_of(place, arithmetic, access), last_run_of(place, arithmetic, access)
