@@ -452,9 +452,9 @@ class EngineConfig(PolicySettings):
 
     torch: the library. native: smoe's kernels where they were found to give torch's bits. own-order: smoe's kernels,
     which add in another order and equal torch up to rounding (grade E1). auto: the faster of torch and native; if
-    torch's bits cannot be had, as without AVX-512 BF16, own-order if it is a tenth faster. For quantized weights
-    nothing is timed: smoe's kernels are used, in torch's order if attention has torch's bits on this CPU, else in
-    their own order.
+    torch's bits cannot be had, as without AVX-512 BF16, own-order if it is a tenth faster. For quantized weights, and
+    on x86 CPUs without AVX-512 BF16, nothing is timed: smoe's kernels are used. Those of quantized models add in
+    torch's order if attention has torch's bits on this CPU, else in their own order.
 
     On a GPU, in bf16, fp16 and fp32: the kernels for experts with few tokens. torch: the library; native: smoe's where
     they are proven; auto: smoe's if they are also not slower.

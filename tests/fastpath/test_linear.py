@@ -13,7 +13,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from smoe.cpu_isa import FAMILY
 from smoe.fastpath import linear
+from smoe.kernels.isa import AVX2
+from smoe.kernels.many_rows import ManyRows
 from smoe.kernels.proof import part_that_agrees
 from smoe.kernels.spinning_pool import SpinningPool
 from tests import oracle, promised
@@ -49,6 +52,31 @@ def test_every_shape_gives_the_librarys_bits(shape: tuple[int, ...], bias: bool,
     assert torch.equal(layer(x.expand(2, *shape)[0]), theirs)
     strided = torch.randn(*shape[:-1], 128).bfloat16()[..., ::2]
     assert torch.equal(layer(strided), nn.functional.linear(strided, layer.weight, layer.bias))
+
+
+@pytest.mark.skipif(not (AVX2.is_here and AVX2.family == FAMILY), reason="this CPU has no AVX2")
+@pytest.mark.parametrize("bias", [False, True])
+def test_several_rows_in_our_own_order(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows and many, with bias and without, and in parts that are not in one piece."""
+    monkeypatch.setattr(linear, "_faster", lambda pool, kinds, parts: parts)
+    layer = nn.Linear(96, 160, bias=bias).bfloat16().requires_grad_(False)
+    with SpinningPool(2, in_own_order=True) as pool:
+        pool.many = ManyRows(pool, AVX2)
+        assert linear.speed_up(layer, pool, {}).share == 1
+        called, multiply = [], pool.many.multiply
+        monkeypatch.setattr(pool.many, "multiply", lambda x, *more: called.append(len(x)) or multiply(x, *more))
+        for shape in ((2, 96), (1, 5, 96), (4, 9, 96), (1, 100, 96), (0, 96)):
+            x = torch.randn(shape).bfloat16()
+            exact = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
+            assert layer(x).shape == exact.shape
+            assert torch.allclose(layer(x).double(), exact, rtol=2.0**-7, atol=1e-3)
+        assert set(called) - {0} == ({2, 5, 36, 100} if bias else {36, 100})
+        called.clear()
+        strided = torch.randn(40, 192).bfloat16()[:, ::2]
+        assert torch.equal(layer(strided), nn.functional.linear(strided, layer.weight, layer.bias)) and not called
+        x = torch.randn(40, 96).bfloat16()
+        with pool.summing_rows_alone():
+            assert torch.equal(layer(x), torch.cat([layer(row) for row in x.split(1)])) and not called
 
 
 def test_a_routers_weight_is_an_ordinary_parameter_beside(pool: SpinningPool) -> None:

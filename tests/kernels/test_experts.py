@@ -17,7 +17,8 @@ from torch.nn import functional
 from smoe.bounds import INT8
 from smoe.formats.registry import FORMATS
 from smoe.kernels.elementwise import activation_table, is_table_of
-from smoe.kernels.experts import Expert, Sums, TokenExperts
+from smoe.kernels.expert_work import Expert
+from smoe.kernels.experts import Sums, TokenExperts
 from smoe.kernels.matrix import Matrix, in_bf16, products_of
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.packing.quantiser import quantised

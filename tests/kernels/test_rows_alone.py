@@ -17,7 +17,8 @@ from torch.nn import functional
 from smoe.fastpath import linear
 from smoe.formats.registry import FORMATS
 from smoe.kernels.elementwise import activation_table
-from smoe.kernels.experts import Expert, Sums, TokenExperts
+from smoe.kernels.expert_work import Expert
+from smoe.kernels.experts import Sums, TokenExperts
 from smoe.kernels.isa import widest
 from smoe.kernels.matrix import in_bf16
 from smoe.kernels.spinning_pool import SpinningPool, is_supported

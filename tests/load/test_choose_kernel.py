@@ -14,9 +14,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from smoe.cpu_isa import FAMILY
 from smoe.errors import ConfigError
-from smoe.fastpath import attention
-from smoe.kernels.isa import widest
+from smoe.fastpath import attention, linear
+from smoe.kernels import spinning_pool
+from smoe.kernels.isa import AVX2, widest
+from smoe.kernels.many_rows import ManyRows
+from smoe.kernels.prompt_experts import PromptExperts
 from smoe.kernels.threads import threads
 from smoe.load import choose_kernel
 from smoe.report.verify import reference_of, verify
@@ -73,11 +77,38 @@ def test_it_is_taken_where_bits_cannot_be_had_and_it_is_a_tenth_faster(
 ) -> None:
     monkeypatch.setattr(choose_kernel, "is_supported", lambda: False)
     monkeypatch.setattr(choose_kernel, "_seconds", lambda compute, *_: seconds if compute.spinning_pool else 1.0)
+    monkeypatch.setattr(spinning_pool, "instruction_set", lambda: None)
     folder = wide(toy, "qwen3_moe")
     model = open_model(folder, "half", kernels="auto")
     assert model.offload.arithmetic == chosen
     if chosen == "torch":
         oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+
+
+@pytest.mark.skipif(not (AVX2.is_here and AVX2.family == FAMILY), reason="this CPU has no AVX2")
+def test_where_many_rows_are_ours_times_decide_nothing(
+    toy: Callable[..., Path], open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts, projections and the output layer of a prompt by the kernel for many rows, at two budgets."""
+    monkeypatch.setattr(choose_kernel, "is_supported", lambda: False)
+    monkeypatch.setattr(choose_kernel, "_seconds", lambda compute, *_: 9.0 if compute.spinning_pool else 1.0)
+    monkeypatch.setattr(linear, "_faster", lambda pool, kinds, parts: parts)
+    monkeypatch.setattr(spinning_pool, "instruction_set", lambda: AVX2)
+    shapes, multiply, run = [], ManyRows.multiply, PromptExperts.flush
+    monkeypatch.setattr(ManyRows, "multiply", lambda *given: shapes.append(tuple(given[1].shape)) or multiply(*given))
+    monkeypatch.setattr(PromptExperts, "flush", lambda self: shapes.append("experts") or run(self))
+    folder = wide(toy, "qwen3_moe")
+    models = [open_model(folder, budget, kernels="auto") for budget in ("full", "minimum")]
+    prompt = torch.randint(3, 128, (1, 90), generator=torch.Generator().manual_seed(3))
+    for model in models:
+        assert model.offload.arithmetic == "own-order"
+    shapes.clear()  # those of proofs
+    with torch.no_grad():
+        ours = [model(prompt).logits for model in models]
+        theirs = oracle.reference(folder)(prompt).logits
+    assert torch.equal(*ours), "a result that hangs on the budget"
+    assert "experts" in shapes and (90, 256) in shapes
+    assert_near([ours[0]], [theirs], 0.04, others=8)
 
 
 @pytest.mark.parametrize("switches", [{"kernels": "native"}, {"kernels": "torch"}, {"reproducible": True}])

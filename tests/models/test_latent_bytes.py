@@ -28,6 +28,7 @@ def test_copies_are_in_the_budget(
 ) -> None:
     monkeypatch.setattr(spec_module, "is_supported", lambda: has_torchs_bits)
     monkeypatch.setattr(spec_module, "widest", lambda: object())
+    monkeypatch.setattr(spec_module, "instruction_set", lambda: None)
     config = EngineConfig(kernels=kernels, reproducible=reproducible, dtype="bfloat16")
     spec = read_spec(toy("deepseek_v3"), config)
     weights = [each for name, each in spec.outline.weights.items() if name.endswith("kv_b_proj.weight")]

@@ -19,7 +19,8 @@ from smoe.compute.expert_math import ExpertMath, Weights, empty_sum
 from smoe.compute.in_slots import InSlots
 from smoe.compute.thread_pool import ThreadPool
 from smoe.gpu_kernels.source import MOST_TOKENS as MOST_IN_SLOTS
-from smoe.kernels.experts import MOST_EXPERTS, MOST_TOKENS, Expert, Sums, TokenExperts
+from smoe.kernels.expert_work import Expert
+from smoe.kernels.experts import MOST_EXPERTS, MOST_TOKENS, Sums, TokenExperts
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.memory.streams import on_device
 from smoe.policy.plan import Serve

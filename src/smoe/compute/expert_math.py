@@ -23,7 +23,7 @@ from smoe.gpu_kernels.source import TYPES, ExpertKind, MatrixLayout
 from smoe.kernels.elementwise import activation_table, is_table_of
 from smoe.kernels.experts import TokenExperts
 from smoe.kernels.matrix import Matrix, in_bf16
-from smoe.kernels.proof import agrees, agrees_on_rows, same_bits
+from smoe.kernels.proof import agrees, agrees_on_many_rows, agrees_on_rows, same_bits
 from smoe.kernels.rows import MOST_ROWS
 from smoe.kernels.spinning_pool import Product, SpinningPool
 from smoe.memory.arena import Arena
@@ -173,10 +173,11 @@ class ExpertMath:
         return False
 
     @property
-    def byte_kernel(self) -> TokenExperts | None:
-        """The kernel that multiplies any number of tokens with these experts in 8 bits; None if no kernel can, as for
-        experts in the model's dtype."""
-        return None
+    def prompt_kernel(self) -> TokenExperts | None:
+        """The kernel that computes any number of tokens through these experts; None if there is none, as where torch
+        multiplies many rows of bf16 faster."""
+        pool, kernel = self.kernels.pool, self.kernels.token
+        return kernel if pool is not None and pool.many is not None and not self.sums_as_weights else None
 
     @property
     def shapes(self) -> tuple[MatrixShape, MatrixShape]:
@@ -217,7 +218,7 @@ class ExpertMath:
     def agrees(self, pool: SpinningPool, weights: Weights) -> bool:
         """Return whether our kernel has torch's bits with these weights. For a kernel with its own order of sums,
         return whether its error is no larger than torch's."""
-        return agrees(pool, weights.up) and agrees(pool, weights.down)
+        return all(agrees(pool, each) and agrees_on_many_rows(pool, each) for each in (weights.up, weights.down))
 
     def is_proof(self, pool: SpinningPool, ours: torch.Tensor, theirs: torch.Tensor) -> bool:
         """Return whether our kernel's output for one token, `ours`, is as close to torch's output as the pool promises:
@@ -230,7 +231,7 @@ class ExpertMath:
         matrices = weights.up, weights.down
         is_proven = pool.several and all(agrees_on_rows(pool, each, n) for each in matrices for n in (2, MOST_ROWS))
         if pool.own_order is not None:
-            return pool.most_own_rows if is_proven else 1
+            return pool.few_rows if is_proven else 1
         return MOST_ROWS if is_proven else 1
 
     def kernel_of(self, pool: SpinningPool, most_rows: int = 1) -> TokenExperts | None:
@@ -318,8 +319,11 @@ class ExpertMath:
             out = x.new_empty(1, matrix.shape[1])
             self.multiply([Product(x.contiguous(), matrix, out)])
             return out
-        if own_order is None or rows > own_order.most_own_rows:
+        if own_order is None or (own_order.many is None and rows > own_order.few_rows):
             return product(x, matrix, self.kernels.filling)
         out = x.new_empty(rows, matrix.shape[1])
-        own_order.multiply_rows(x.contiguous(), matrix, out)
+        if own_order.many is None or rows <= own_order.few_rows:
+            own_order.multiply_rows(x.contiguous(), matrix, out)
+        else:
+            own_order.many.multiply(x.contiguous(), matrix, out)
         return out

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from smoe.kernels.experts import Bits, Expert, TokenExperts
+from smoe.kernels.expert_work import Expert
+from smoe.kernels.experts import Bits, TokenExperts
 from smoe.kernels.matrix import Matrix
 from smoe.kernels.row_product import fits_shape
 from smoe.kernels.spinning_pool import SpinningPool

@@ -23,7 +23,8 @@ from smoe.formats.activations import fits
 from smoe.formats.interleaved import as_in_file, in_rows
 from smoe.gpu_kernels.decoding import fits as has_text
 from smoe.gpu_kernels.source import MatrixLayout
-from smoe.kernels.experts import Expert, TokenExperts
+from smoe.kernels.expert_work import Expert
+from smoe.kernels.experts import TokenExperts
 from smoe.kernels.matrix import Matrix, in_memory, products_of
 from smoe.kernels.proof import is_as_near
 from smoe.kernels.quantised_work import most_quantised_rows
@@ -158,8 +159,8 @@ class QuantisedMath(ExpertMath):
         return self.kernels.pool is not None and self._post_norm is None and any(self._are_in_bytes())
 
     @property
-    def byte_kernel(self) -> TokenExperts | None:
-        """The kernel that multiplies any number of tokens with these experts in 8 bits; None if a matrix has no such
+    def prompt_kernel(self) -> TokenExperts | None:
+        """The kernel that computes any number of tokens through these experts in 8 bits; None if a matrix has no such
         product."""
         kernel = self.kernels.token
         return kernel if kernel is not None and not self.sums_as_weights and all(self._are_in_bytes()) else None

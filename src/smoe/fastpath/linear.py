@@ -19,7 +19,8 @@ from torch import nn
 from torch.nn import functional
 
 from smoe.bounds import BF16
-from smoe.kernels.proof import part_that_agrees, same_bits
+from smoe.kernels.many_rows import ManyRows
+from smoe.kernels.proof import agrees_on_many_rows, agrees_on_rows, part_that_agrees, same_bits
 from smoe.kernels.rows import MOST_ROWS
 from smoe.kernels.spinning_pool import OWN_ORDER_GAIN, Product, SpinningPool
 from smoe.kernels.threads import threads
@@ -91,7 +92,10 @@ def speed_up(
 
 
 def _part_of(pool: SpinningPool, module: nn.Linear) -> int | None:
-    return part_that_agrees(pool, module.weight.t(), module.bias)
+    weight, bias = module.weight.t(), module.bias
+    has_many = pool.many is None or agrees_on_many_rows(pool, weight, bias)
+    has_few = pool.many is None or all(agrees_on_rows(pool, weight, rows) for rows in (2, MOST_ROWS))
+    return part_that_agrees(pool, weight, bias) if has_many and has_few else None
 
 
 def _subject(pool: SpinningPool, weight: torch.Tensor, *more: object) -> tuple[object, ...]:
@@ -122,6 +126,8 @@ def _forward(module: nn.Linear, pool: SpinningPool, part: int) -> Callable[[torc
                 return _one_row(input, module.weight, module.bias, pool, part)
             if pool.rows_are_alone:
                 return _each_row(input, module.weight, module.bias, pool, part)
+            if pool.many is not None:
+                return _several_rows(input, module.weight, module.bias, pool, pool.many)
         return functional.linear(input, module.weight, module.bias)
 
     return forward
@@ -140,6 +146,19 @@ def _each_row(
     else:
         pairs = zip(rows.split(1), out.split(1), strict=True)
         pool.multiply([Product(row, weight.t(), to, bias, part) for row, to in pairs])
+    return out.view(*input.shape[:-1], weight.shape[0])
+
+
+def _several_rows(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pool: SpinningPool, many: ManyRows
+) -> torch.Tensor:
+    """Return the product of `input` [..., K] and `weight` [N, K], which is [..., N], in our own order of sums."""
+    rows = input.view(-1, weight.shape[1])
+    out = input.new_empty(rows.shape[0], weight.shape[0])
+    if bias is None and 0 < len(rows) <= pool.few_rows:
+        pool.multiply_rows(rows, weight.t(), out)
+    else:
+        many.multiply(rows, weight.t(), out, bias)
     return out.view(*input.shape[:-1], weight.shape[0])
 
 

@@ -1,8 +1,10 @@
-"""Computes a prompt's tokens through the experts of a layer, some experts at a time, in 8 bits.
+"""Computes a prompt's tokens through the experts of a layer, some experts at a time.
 
-    tokens                 rounded to 8 bits once for all experts
+    tokens                 quantized experts: rounded to 8 bits once for all experts
     expert after expert    first product, gate, second product          rows of one job: [n, H] in bf16
                            total [T, H] += gain * row                   in float32, in ascending order of experts
+
+Rows of bf16 experts are packed for each product if there are many (`many_rows.py`).
 
 Apart from the totals, only the rows of one job are in memory. The sum of a token's experts is rounded once (grade E1)
 and depends only on the order of the experts.
@@ -19,12 +21,17 @@ import torch
 from smoe.bounds import INT8
 from smoe.kernels import tasks
 from smoe.kernels.byte_layout import Layout
-from smoe.kernels.experts import MOST_EXPERTS, Expert, ExpertWork, TokenExperts, byte_functions
+from smoe.kernels.expert_work import Expert, ExpertWork, byte_functions, packed_rows_bytes
+from smoe.kernels.experts import MOST_EXPERTS, TokenExperts
+from smoe.kernels.many_rows import LINE, MOST_MANY_ROWS, aligned
 from smoe.kernels.matrix import Matrix, added_rows
 from smoe.kernels.quantised_work import ROWS_OF_UNIT
 
 MOST_ROWS_OF_WORK = 512
 """The largest number of rows in a job (2 MB if H is 2048), unless a single expert has more."""
+MOST_PACKED_ROWS_OF_WORK = MOST_MANY_ROWS // 2
+"""The same for experts whose rows are packed. Rows that fill up registers at most double their number, so that packed
+rows take the memory of at most `MOST_MANY_ROWS` rows."""
 
 
 class Chosen(NamedTuple):
@@ -52,10 +59,15 @@ class PromptExperts:
         self._byte_rows: dict[Layout, torch.Tensor] = {}
         self._waiting: list[Chosen] = []
         self._rows = 0
+        self._packed: torch.Tensor | None = None
+        """Memory for packed rows of one job."""
+        has_packed = kernel.pool.many is not None and not kernel.pool.rows_are_alone
+        self._many = kernel.pool.many if has_packed else None
+        self._most_rows = MOST_ROWS_OF_WORK if self._many is None else MOST_PACKED_ROWS_OF_WORK
 
     def has_room(self, tokens: int) -> bool:
         """Return whether an expert with `tokens` tokens can be added before the next `flush`."""
-        is_small = self._rows + tokens <= MOST_ROWS_OF_WORK and len(self._waiting) < MOST_EXPERTS
+        is_small = self._rows + tokens <= self._most_rows and len(self._waiting) < MOST_EXPERTS
         return is_small or not self._waiting
 
     def add(self, expert: Chosen) -> None:
@@ -66,32 +78,47 @@ class PromptExperts:
     def flush(self) -> int:
         """Compute all experts added since the last call, add their weighted outputs to `total`, and return the number
         of these experts."""
-        waiting, count = self._waiting, self._rows
+        waiting = self._waiting
         self._waiting, self._rows = [], 0
-        if not waiting:
-            return 0
-        rows = self._x.new_empty(count, self._x.shape[1])
-        experts, first = [], 0
-        for matrices, tokens, _ in waiting:
-            experts.append(Expert(matrices, [(token, first + n) for n, token in enumerate(tokens)]))
-            first += len(tokens)
-        self._run(experts, rows, waiting)
+        if len(waiting) == 1:  # an expert that most tokens have chosen
+            (matrices, tokens, gains), most = waiting[0], MOST_MANY_ROWS
+            for n in range(0, len(tokens), most):
+                self._compute([Chosen(matrices, tokens[n : n + most], gains[n : n + most])])
+        elif waiting:
+            self._compute(waiting)
         return len(waiting)
 
-    def _run(self, experts: Sequence[Expert], rows: torch.Tensor, waiting: Sequence[Chosen]) -> None:
+    def _compute(self, chosen: Sequence[Chosen]) -> None:
+        rows = self._x.new_empty(sum(len(each.tokens) for each in chosen), self._x.shape[1])
+        experts, first = [], 0
+        for matrices, tokens, _ in chosen:
+            experts.append(Expert(matrices, [(token, first + n) for n, token in enumerate(tokens)]))
+            first += len(tokens)
+        self._run(experts, rows, chosen)
+
+    def _run(self, experts: Sequence[Expert], rows: torch.Tensor, chosen: Sequence[Chosen]) -> None:
         kernel, width = self._kernel, 4 * self._x.shape[1]
         self._make_byte_rows(experts)
         kernel.reserve(len(rows))
         work = ExpertWork(kernel, self._x.data_ptr(), rows.data_ptr(), experts)
         work.take_byte_rows({layout: bytes_.data_ptr() for layout, bytes_ in self._byte_rows.items()})
+        if self._many is not None:
+            work.pack_rows(aligned(self._memory(sum(packed_rows_bytes(kernel, len(each.places)) for each in experts))))
         work.ups()
         work.downs()
-        gains = [gain for expert in waiting for gain in expert.gains]
+        gains = [gain for expert in chosen for gain in expert.gains]
         words = (ctypes.c_float * len(gains))(*gains)
         total = self.total.data_ptr()
-        totals = [total + width * token for expert in waiting for token in expert.tokens]
+        totals = [total + width * token for expert in chosen for token in expert.tokens]
         work.add_rows(added_rows(INT8), ctypes.addressof(words), totals)
         kernel.run(work, len(experts))
+
+    def _memory(self, nbytes: int) -> torch.Tensor:
+        """Return memory for `nbytes` bytes of packed rows. The next job overwrites it."""
+        assert self._many is not None
+        if self._packed is None or len(self._packed) < nbytes + LINE:
+            self._packed = torch.empty(nbytes + LINE, dtype=torch.uint8)
+        return self._packed
 
     def _make_byte_rows(self, experts: Sequence[Expert]) -> None:
         """Round the tokens to 8 bits, in every layout that `experts` need and for which no rounded tokens exist yet."""

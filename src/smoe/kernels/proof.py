@@ -9,6 +9,7 @@ from torch.nn import functional
 from smoe.bounds import BF16
 from smoe.formats.activations import in_8_bits
 from smoe.formats.base import Format
+from smoe.kernels.many_rows import fits as fits_many
 from smoe.kernels.matrix import Matrix
 from smoe.kernels.row_product import TILE, fits
 from smoe.kernels.spinning_pool import Product, SpinningPool
@@ -20,6 +21,8 @@ it once in half a million times."""
 _PROOF_ROWS = 32
 """The number of rows that are multiplied and compared at a time."""
 _NEAR_OUTPUTS = 1 << 12
+_MANY_OUTPUTS = 256
+"""The largest number of outputs that are compared for many rows, for which torch may need a hundred times as long."""
 _LEEWAY = 1.1
 """The largest allowed error relative to torch's. Both results are rounded to bf16 at the end. This rounding dominates
 the errors, and its direction may differ."""
@@ -79,6 +82,27 @@ def agrees_on_rows(pool: SpinningPool, matrix: torch.Tensor, rows: int) -> bool:
             with threads(count):
                 if not same_bits(ours, x @ matrix):
                     return False
+    return True
+
+
+def agrees_on_many_rows(pool: SpinningPool, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+    """Return whether the pool's product of many rows with this matrix [K, N] and bias [N], if it has one, may replace
+    torch's: whether its error is no larger."""
+    many = pool.many
+    if many is None:
+        return True
+    if not fits_many(matrix, bias):
+        return False
+    some = slice(min(matrix.shape[1], _MANY_OUTPUTS))
+    matrix, bias = matrix[:, some], None if bias is None else bias[some]
+    for rows in (many.isa.lanes, 5 * many.isa.lanes - 1):  # panels of one, two and three registers
+        x = torch.randn(rows, matrix.shape[0], generator=torch.Generator().manual_seed(0)).to(matrix.dtype)
+        ours = x.new_empty(rows, matrix.shape[1])
+        many.multiply(x, matrix, ours, bias)
+        exact = x.double() @ matrix.double()
+        theirs = functional.linear(x, matrix.t(), bias)
+        if not is_no_further(ours, theirs, exact if bias is None else exact + bias, _OWN_ORDER_LEEWAY):
+            return False
     return True
 
 

@@ -28,6 +28,7 @@ from smoe.kernels import tasks
 from smoe.kernels.competition import Competition
 from smoe.kernels.isa import widest
 from smoe.kernels.jit import Source, compile_functions, cpu_has
+from smoe.kernels.many_rows import FEWEST_MANY_ROWS, ManyRows, instruction_set
 from smoe.kernels.matrix import Matrix, own_order
 from smoe.kernels.quantised_work import LONE_UNIT, MOST_QUANTISED_ROWS, QuantisedWork, Target
 from smoe.kernels.row_product import chain_of
@@ -139,13 +140,18 @@ class SpinningPool:
     def __init__(self, threads: int, several: bool = False, has_bf16: bool = True, in_own_order: bool = False) -> None:
         self.threads = threads
         self.several = several or in_own_order
-        self.kind = threads, self.several, has_bf16, in_own_order
+        many = instruction_set() if in_own_order else None
+        self.many = None if many is None else ManyRows(self, many)
+        """Multiplies many rows in our own order of sums; None: torch is fast, or the order is torch's."""
+        self.kind = threads, self.several, has_bf16, in_own_order, self.many is not None
         """The properties on which the bits of results may depend."""
         self.own_order = own_order() if in_own_order else None
         """The functions that multiply bf16 matrices in our own order of sums; None if the order is torch's."""
         isa = widest()
         self.most_own_rows = MOST_QUANTISED_ROWS if isa is not None and isa.lanes < 16 else _FEW_ROWS
-        """The largest number of rows that are multiplied in our own order."""
+        """The largest number of rows that `multiply_rows` multiplies in our own order."""
+        self.few_rows = self.most_own_rows if self.many is None else FEWEST_MANY_ROWS - 1
+        """The largest number of rows for which it is the fastest."""
         self._work, self._serve = _functions(has_bf16 and not in_own_order, several and not in_own_order)
         self._block = (ctypes.c_int64 * tasks.WORDS)()
         self._address = ctypes.addressof(self._block)

@@ -5,8 +5,9 @@ Equal bits come first (grade E0): our kernels are used if they have torch's bits
 one token is measured once at start. The methods are: one expert after the other on all threads, several experts on one
 thread each, or all experts in one call of machine code. The result depends on the machine and on how its OpenMP runtime
 waits (`OMP_WAIT_POLICY`). On CPUs without AVX-512 BF16, where torch's bits are slow, our kernels use their own order of
-sums (grade E1), if they are at least a tenth faster and as accurate as torch. For quantized models times decide
-nothing: our kernels are used wherever they are as accurate.
+sums (grade E1), if they are at least a tenth faster and as accurate as torch. For quantized models, and where our
+kernels multiply many rows (`kernels/many_rows.py`), times decide nothing: our kernels are used wherever they are as
+accurate.
 """
 
 from __future__ import annotations
@@ -83,8 +84,10 @@ def choose_arithmetic(
     proven = _proven(model, config, prover, experts, made, verdicts) if is_ours else None
     if config.kernels == "own-order" and proven is None:
         raise _not_here(config, "it does not support the shape of this model's experts")
-    # torch has no kernel for quantized experts: dequantizing one for every token is no alternative
-    is_given = isinstance(store, QuantisedStore) or (proven is not None and config.kernels != "auto")
+    # torch has no kernel for quantized experts: dequantizing one for every token is no alternative. Where our kernel
+    # multiplies many rows, torch takes several times as long for prompts, which the measurement would not notice
+    has_many = proven is not None and proven.spinning_pool is not None and proven.spinning_pool.many is not None
+    is_given = isinstance(store, QuantisedStore) or has_many or (proven is not None and config.kernels != "auto")
     experts = choose_way(prover, experts, proven, spec.sites[0].layer, dtype, is_given, made)
     if not is_ours:
         experts = in_slots(prover, experts, config)
@@ -136,7 +139,9 @@ def _with_the_rest(
         router.speed_up(chosen, plain, layers.values(), modules, verdicts)
     attentions = model.config.get_text_config().num_hidden_layers
     leaves_little = settled == attentions and adopted.share > _NEARLY_ALL
-    has_prompts = prompts == attentions and adopted.quantized_share > _NEARLY_ALL and experts.activations == INT8
+    multiplied = adopted.share if chosen.many is not None else adopted.quantized_share
+    has_experts = experts.activations == INT8 or all(math.prompt_kernel for math in experts.maths.values())
+    has_prompts = prompts == attentions and multiplied > _NEARLY_ALL and has_experts
     return ChosenArithmetic(experts, leaves_little, leaves_little and has_prompts, layers)
 
 

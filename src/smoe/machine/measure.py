@@ -21,7 +21,8 @@ import numpy as np
 import psutil
 
 from smoe.cpu_isa import AARCH64, FAMILY
-from smoe.kernels.experts import Expert, TokenExperts
+from smoe.kernels.expert_work import Expert
+from smoe.kernels.experts import TokenExperts
 from smoe.kernels.isa import widest
 from smoe.kernels.jit import cpu_has
 from smoe.kernels.matrix import Matrix

@@ -17,6 +17,7 @@ from smoe.config import EngineConfig
 from smoe.errors import CheckpointError
 from smoe.expert import EXACT, LOW
 from smoe.kernels.isa import widest
+from smoe.kernels.many_rows import MOST_MANY_ROWS, instruction_set
 from smoe.kernels.spinning_pool import is_supported
 from smoe.memory.dtypes import BF16, BY_NAME, Dtype
 from smoe.memory.quantised_store import blocks_bytes
@@ -228,7 +229,10 @@ class ModelSpec:
             latent_bytes=self.latent_bytes(config),
             image_step_bytes=images.encoder,
             embedding_bytes=0 if self.embedding is None else blocks_bytes(self.dense[self.embedding]),
-            workspace_bytes=workspace.fixed + self.unpacked_bytes + config.image_tokens * images.token,
+            workspace_bytes=workspace.fixed
+            + self.unpacked_bytes
+            + config.image_tokens * images.token
+            + workspace.packed * self._packed_rows(config),
             position_bytes=workspace.position + images.token,
             square_bytes=workspace.square,
             step_tokens=min(config.prefill_tokens, self.context_tokens * config.max_sequences),
@@ -255,6 +259,13 @@ class ModelSpec:
             return 0
         expanding = (each for name, each in self.outline.weights.items() if name.endswith("kv_b_proj.weight"))
         return self.dtype.itemsize * sum(each.numbers for each in expanding)
+
+    def _packed_rows(self, config: EngineConfig) -> int:
+        """Return the largest number of rows that our kernel for many rows packs at once (`kernels/many_rows.py`); 0 if
+        this CPU or the model does not use the kernel."""
+        may_round = config.kernels == "own-order" or (config.kernels == "auto" and not config.reproducible)
+        is_used = may_round and self.dtype is BF16 and self.stored_bytes is None and _is_on_cpu(config)
+        return MOST_MANY_ROWS if is_used and instruction_set() is not None else 0
 
     def _images_workspace(self, config: EngineConfig) -> ImageWorkspace:
         """Return the memory for one image's activations and for the features of images."""

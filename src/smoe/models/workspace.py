@@ -41,6 +41,9 @@ class Workspace(NamedTuple):
     """The additional number of bytes per position."""
     square: int
     """The additional number of bytes per pair of positions: it is multiplied by the square of their number."""
+    packed: int
+    """The number of bytes for each row that our kernel for many rows packs, with the values between the two products of
+    an expert (`kernels/prompt_experts.py`)."""
 
 
 def workspace_of(
@@ -70,7 +73,8 @@ def workspace_of(
     position = hidden * _HIDDEN_COPIES * item + inner * 4 * item + experts * _ROUTER_COPIES * 4 + width * (hidden + 32)
     logits = rows * int(text.vocab_size) * (2 * item + 8)
     fixed = _FLOOR_BYTES + logits + reserved_kernel_bytes(experts_bytes)
-    return Workspace(fixed, position + attention, heads * (item + 4) if has_scores else 0)
+    packed = 4 * max(hidden, inner, heads * head_dim) + 3 * inner * item
+    return Workspace(fixed, position + attention, heads * (item + 4) if has_scores else 0, packed)
 
 
 class ImageWorkspace(NamedTuple):

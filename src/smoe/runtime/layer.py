@@ -239,7 +239,7 @@ class LayerCompute:
         and each is read once. Loads of this layer and the next run at the same time."""
         kernel = self._prompt_kernel(plan)
         if kernel is not None:
-            return self._prompt_in_bytes(plan, kernel, hidden, top_k_weights)
+            return self._prompt_by_kernel(plan, kernel, hidden, top_k_weights)
         if self._is_short(plan, hidden):
             return self.decode(plan, hidden, top_k_weights)
         total = empty_sum(self.experts.math_of(plan.serves[0].key), hidden, top_k_weights)
@@ -276,15 +276,15 @@ class LayerCompute:
         total.index_add_(0, tokens, (y * gains).to(total.dtype))
 
     def _prompt_kernel(self, plan: LayerPlan) -> TokenExperts | None:
-        """Return the kernel that multiplies all experts of a prompt in 8 bits, or None if one of the experts needs
+        """Return the kernel that computes all experts of a prompt, or None if one of the experts needs
         another kernel or another compute unit."""
-        kernels = [self.experts.math_of(serve.key).byte_kernel for serve in plan.serves if serve.unit == DEVICE]
+        kernels = [self.experts.math_of(serve.key).prompt_kernel for serve in plan.serves if serve.unit == DEVICE]
         return kernels[0] if kernels and all(kernels) and len(kernels) == len(plan.serves) else None
 
-    def _prompt_in_bytes(
+    def _prompt_by_kernel(
         self, plan: LayerPlan, kernel: TokenExperts, hidden: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return the weighted sum of a plan's experts [T, H] for many tokens, multiplied in 8 bits. Experts are
+        """Return the weighted sum of a plan's experts [T, H] for many tokens, by our kernels. Experts are
         computed in ascending order; each call computes as many as are resident."""
         counters, width = self.arrivals.counters, top_k_weights.shape[1]
         started, before = self._now(), counters.elsewhere_seconds
