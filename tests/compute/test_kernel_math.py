@@ -84,7 +84,7 @@ def test_in_our_own_order_it_is_what_main_has_in_its(arena: Arena) -> None:
     theirs, ours, offsets = both(arena)
     with SpinningPool(1, in_own_order=True) as mains, SpinningPool(2, in_own_order=True) as workers:
         theirs, ours = theirs.by_pool(mains), ours.by_pool(workers)
-        for rows in range(1, workers.most_own_rows + 1):
+        for rows in (*range(1, min(workers.most_own_rows, 40)), workers.most_own_rows):
             assert same(ours, theirs, arena, offsets, rows), rows
         with pytest.raises(ValueError, match="at most"):
             same(ours, theirs, arena, offsets, workers.most_own_rows + 1)

@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from smoe.kernels import tasks
-from smoe.kernels.expert_work import Expert, ExpertWork
+from smoe.kernels.expert_work import Expert, ExpertWork, packed_rows_bytes
+from smoe.kernels.many_rows import LINE, aligned
 from smoe.kernels.matrix import Matrix
 from smoe.kernels.quantised_work import MOST_QUANTISED_ROWS
 from smoe.kernels.rows import MOST_ROWS
@@ -95,12 +96,20 @@ class TokenExperts:
         self.reserve(sum([len(expert.places) for expert in experts]))
         work = ExpertWork(self, _address(x), _address(rows), experts)
         work.make_byte_rows(len(x))
+        memory = np.empty(self._packed_bytes(experts), np.uint8)
+        if len(memory):
+            work.pack_rows(aligned(memory.ctypes.data))
         work.ups()
         work.downs()
         if sums is not None:
             gains = (ctypes.c_float * len(sums.gains))(*sums.gains)
             work.sums(sums.spans, ctypes.addressof(gains), sums.out.data_ptr())
         self.run(work, len(experts))
+
+    def _packed_bytes(self, experts: Sequence[Expert]) -> int:
+        """Return the bytes of memory for packed rows; 0 if no rows are packed."""
+        nbytes = sum([packed_rows_bytes(self, len(expert.places)) for expert in experts])
+        return nbytes + LINE if nbytes and not self.pool.rows_are_alone else 0
 
     def one_token(
         self, x: torch.Tensor, experts: Sequence[Sequence[Matrix]], gains: Sequence[float], out: torch.Tensor

@@ -96,9 +96,9 @@ class PackedProduct(NamedTuple):
     """The address of the counter of packed registers: the counter at `wait_at`, or one that begins with `wait_for`."""
 
 
-def aligned(memory: torch.Tensor) -> int:
-    """Return the address of the first cache line that begins in `memory`."""
-    return -(-memory.data_ptr() // LINE) * LINE
+def aligned(address: int) -> int:
+    """Return the address of the first cache line that begins at `address` or after it."""
+    return -(-address // LINE) * LINE
 
 
 class ManyRows:
@@ -126,7 +126,7 @@ class ManyRows:
                      range(out.data_ptr(), out.data_ptr() + 2 * outputs * rows, 2 * outputs), strict=True)  # fmt: skip
         given, done = pool.row_lists.add(list(places)), pool.word(tasks.PROGRESS)
         task = PackedProduct(
-            Matrix(matrix.data_ptr(), outputs, columns), given, rows, aligned(memory), pool.at_once, 0, done
+            Matrix(matrix.data_ptr(), outputs, columns), given, rows, aligned(memory.data_ptr()), pool.at_once, 0, done
         )
         fields, units = self.fields(task, 0, pool.nowhere, 0 if bias is None else bias.data_ptr())
         pool.run(fields, units, is_long=rows * columns * outputs >= _WAKING_PRODUCTS, counts=1)

@@ -103,7 +103,8 @@ class PromptExperts:
         work = ExpertWork(kernel, self._x.data_ptr(), rows.data_ptr(), experts)
         work.take_byte_rows({layout: bytes_.data_ptr() for layout, bytes_ in self._byte_rows.items()})
         if self._many is not None:
-            work.pack_rows(aligned(self._memory(sum(packed_rows_bytes(kernel, len(each.places)) for each in experts))))
+            nbytes = sum(packed_rows_bytes(kernel, len(each.places)) for each in experts)
+            work.pack_rows(aligned(self._memory(nbytes).data_ptr()))
         work.ups()
         work.downs()
         gains = [gain for expert in chosen for gain in expert.gains]

@@ -28,7 +28,7 @@ from smoe.kernels import tasks
 from smoe.kernels.competition import Competition
 from smoe.kernels.isa import widest
 from smoe.kernels.jit import Source, compile_functions, cpu_has
-from smoe.kernels.many_rows import FEWEST_MANY_ROWS, ManyRows, instruction_set
+from smoe.kernels.many_rows import FEWEST_MANY_ROWS, MOST_MANY_ROWS, ManyRows, instruction_set
 from smoe.kernels.matrix import Matrix, own_order
 from smoe.kernels.quantised_work import LONE_UNIT, MOST_QUANTISED_ROWS, QuantisedWork, Target
 from smoe.kernels.row_product import chain_of
@@ -148,10 +148,12 @@ class SpinningPool:
         self.own_order = own_order() if in_own_order else None
         """The functions that multiply bf16 matrices in our own order of sums; None if the order is torch's."""
         isa = widest()
-        self.most_own_rows = MOST_QUANTISED_ROWS if isa is not None and isa.lanes < 16 else _FEW_ROWS
-        """The largest number of rows that `multiply_rows` multiplies in our own order."""
-        self.few_rows = self.most_own_rows if self.many is None else FEWEST_MANY_ROWS - 1
-        """The largest number of rows for which it is the fastest."""
+        few = MOST_QUANTISED_ROWS if isa is not None and isa.lanes < 16 else _FEW_ROWS
+        self.few_rows = few if self.many is None else FEWEST_MANY_ROWS - 1
+        """The largest number of rows that `multiply_rows` multiplies in our own order. For more, another way is
+        faster."""
+        self.most_own_rows = few if self.many is None else MOST_MANY_ROWS
+        """The largest number of rows of an expert that our kernels compute in our own order."""
         self._work, self._serve = _functions(has_bf16 and not in_own_order, several and not in_own_order)
         self._block = (ctypes.c_int64 * tasks.WORDS)()
         self._address = ctypes.addressof(self._block)
@@ -256,7 +258,7 @@ class SpinningPool:
     def multiply_rows(self, x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> None:
         """Compute out [M, N] = x [M, K] @ matrix.
 
-        M is at most `MOST_ROWS` in torch's order for M rows, or `most_own_rows` in our own order.
+        M is at most `MOST_ROWS` in torch's order for M rows, or `few_rows` in our own order.
         """
         columns, outputs = matrix.shape
         if self.own_order is not None:
