@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 
 from smoe.kernels import proof
 from smoe.kernels.elementwise import activation_table
+from smoe.kernels.expert_work import Expert, ExpertWork
 from smoe.kernels.experts import TokenExperts
 from smoe.kernels.isa import ISAS, Isa, widest
-from smoe.kernels.many_rows import FEWEST_MANY_ROWS, MOST_MANY_ROWS, ManyRows, fits, instruction_set
-from smoe.kernels.matrix import in_bf16
+from smoe.kernels.many_rows import FEWEST_MANY_ROWS, MOST_MANY_ROWS, ManyRows, compiled, fits, instruction_set
+from smoe.kernels.matrix import Matrix, in_bf16
 from smoe.kernels.prompt_experts import Chosen, PromptExperts
 from smoe.kernels.spinning_pool import SpinningPool
+from smoe.kernels.tasks import FIELDS
 from tests import promised
 
 pytestmark = pytest.mark.skipif(widest() is None, reason="needs llvmlite and AVX2")
@@ -143,6 +145,23 @@ def test_a_pool_has_it_where_the_library_is_slow(pool: SpinningPool) -> None:
         assert (pool.few_rows, pool.most_own_rows) == (FEWEST_MANY_ROWS - 1, MOST_MANY_ROWS)
     with SpinningPool(1, has_bf16=False) as other:
         assert other.many is None
+
+
+@pytest.mark.parametrize("isa", promised.cells_of(WIDE))
+def test_experts_have_packed_rows_of_their_own(isa: Isa, pool: SpinningPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads compute several experts at once."""
+    monkeypatch.setattr(pool, "many", ManyRows(pool, isa))
+    monkeypatch.setattr(pool, "few_rows", 8)
+    shape, counts = TokenExperts(pool, 64, 96, torch.empty(1 << 16, dtype=torch.bfloat16)), (9, 3, 40, 17)
+    experts = [Expert([Matrix(0, 192, 64), Matrix(0, 64, 96)], [(n, n) for n in range(count)]) for count in counts]
+    pool.row_lists.begin(1000)
+    work = ExpertWork(shape, 0, 0, experts)
+    work.pack_rows(1 << 20)
+    work.ups()
+    tasks = [work.fields[n : n + FIELDS] for n in range(0, len(work.fields), FIELDS)]
+    begins = [task[10] for task in tasks if task[7] == compiled(isa).pack]
+    sizes = [4 * 96 * isa.lanes * -(-count // isa.lanes) for count in counts if count > 8]
+    assert begins == [1 << 20, (1 << 20) + sizes[0], (1 << 20) + sizes[0] + sizes[1]]
 
 
 @pytest.mark.parametrize("isa", promised.cells_of(WIDE))
