@@ -19,6 +19,7 @@ from smoe.kernels.isa import AVX2
 from smoe.kernels.many_rows import ManyRows
 from smoe.kernels.proof import part_that_agrees
 from smoe.kernels.spinning_pool import SpinningPool
+from smoe.kernels.verdicts import Verdicts
 from tests import oracle, promised
 
 
@@ -123,9 +124,9 @@ def test_what_is_left_keeps_its_bits_on_one_thread(pool: SpinningPool, monkeypat
     torch.set_num_threads(2)
     try:
         cut, whole, unasked, left = Counting(True), Counting(False), Counting(True), nn.Linear(2048, 64, bias=False)
-        linear._keep_bits([left.requires_grad_(False)], {cut: True})
-        linear._keep_bits([], {whole: True})
-        linear._keep_bits([], {unasked: False})
+        linear._keep_bits(pool, [left.requires_grad_(False)], {cut: True}, Verdicts())
+        linear._keep_bits(pool, [], {whole: True}, Verdicts())
+        linear._keep_bits(pool, [], {unasked: False}, Verdicts())
         x, rows = torch.randn(1, 64), torch.randn(500, 1, 2048)
         expected, linears = cut(x)[1], [left(row) for row in rows]
         torch.set_num_threads(1)  # as within a step
