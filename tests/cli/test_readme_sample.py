@@ -14,10 +14,10 @@ DEPENDENT = ("busy machine", "forecast", "arithmetic")
 
 
 def lines_of(text: str) -> dict[str, str]:
-    """{name of a line of a summary: its shape, with one sign for every figure}, in their order."""
+    """{name of a line of a summary: its shape, with one sign for every figure and its unit}, in their order."""
     found = re.findall(r"^([a-z][a-z ]{0,14}[a-z]) {2,}(\S.*)$", text, re.MULTILINE)
     return {
-        name: re.sub(r"\d[\d.,]*\d|\d", "#", value).replace("KiB", "MiB").replace("# s", "# ms")
+        name: re.sub(r"(\d[\d.,]*\d|\d)( ([KMGT]?i?B|s|ms|us|µs)\b)?", "#", value)
         for name, value in found
         if name not in DEPENDENT
     }
