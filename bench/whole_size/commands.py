@@ -4,7 +4,7 @@ forecast of `smoe plan` before each of them.
     python -m bench.whole_size.commands FILE.gguf --limit 8GiB 12GiB --rounds 2 [--isa avx2]
 
 For each limit and round, `plan`, `generate` with a prompt of some 120 tokens, `chat` with the same message, and `serve`
-(with the short prompt of `starts.py`) run one after the other. The file is dropped from the page cache before each of
+with the same prompt run one after the other. `plan` forecasts a prompt of 128 tokens. The file is dropped from the page cache before each of
 them. Rounds after the first one show second starts, and forecasts that earlier runs have calibrated.
 """
 
@@ -92,7 +92,7 @@ def chat(given: argparse.Namespace) -> dict[str, Any]:
 
 def serve(given: argparse.Namespace) -> dict[str, Any]:
     """Return the times of a start of `smoe serve`, whose client asks at once."""
-    ran = one_start(given)
+    ran = one_start(given, TEXT)
     return ran | {"answer_seconds": ran["first_token_seconds"] - ran["open_seconds"], "seconds": None}
 
 

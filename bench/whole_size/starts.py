@@ -80,8 +80,8 @@ def prepare(path: Path, state: str) -> None:
     os.close(descriptor)
 
 
-def one_start(given: argparse.Namespace) -> dict[str, Any]:
-    """Start a server in a memory group, ask it for a text, and end it."""
+def one_start(given: argparse.Namespace, prompt: str = PROMPT) -> dict[str, Any]:
+    """Start a server in a memory group, ask it for a text after `prompt`, and end it."""
     port, limit = free_port(), parse_bytes(given.limit, "--limit")
     words = [sys.executable, "-m", "smoe", "serve", str(given.model), "--process-memory", given.limit]
     words += ["--name", "any", "--port", str(port), "--max-sequences", "1", "--context", CONTEXT]
@@ -92,7 +92,7 @@ def one_start(given: argparse.Namespace) -> dict[str, Any]:
         server = subprocess.Popen(shell, env=environment(given), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         try:
             opened = wait_for_port(server, port, started + given.timeout)
-            times = ask(port, given)
+            times = ask(port, given, prompt)
         finally:
             server.terminate()
             errors = server.communicate()[1].decode()[-2000:]
@@ -109,10 +109,10 @@ def one_start(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def ask(port: int, given: argparse.Namespace) -> list[float]:
+def ask(port: int, given: argparse.Namespace, prompt: str) -> list[float]:
     """Return the times at which the tokens of a streamed text came."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=given.timeout)
-    body = {"model": "any", "prompt": PROMPT, "max_tokens": given.new, "temperature": 0, "stream": True}
+    body = {"model": "any", "prompt": prompt, "max_tokens": given.new, "temperature": 0, "stream": True}
     body |= {"ignore_eos": True}
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     answer, times = connection.getresponse(), list[float]()

@@ -17,8 +17,8 @@ import torch
 from smoe import from_pretrained
 from smoe.config import EngineConfig
 from smoe.metrics import Counters
-from smoe.report.hindsight import _simulated, look_back, shown_by
-from smoe.report.pace import UNKNOWN
+from smoe.report.hindsight import _beginning_shown, _simulated, look_back, shown_by
+from smoe.report.pace import LEAST_BEGINNING, UNKNOWN, Pace
 from smoe.runtime.engine import Engine
 
 PROMPT, STEPS = 8, 20
@@ -83,3 +83,15 @@ def test_memory_is_measured_on_the_slots(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(InterruptedError):
         _simulated(engine, None, None, None, 1, False)  # type: ignore[arg-type]
     assert seen == [engine.slot_memory]
+
+
+def test_the_beginning_of_a_text_by_hand() -> None:
+    """Eight steps took 0.5 s each, later ones 0.2; a simulation of 0.1 s a step explains one second of that, 0.4 of
+    which it has from an earlier run."""
+    generation: Any = SimpleNamespace(later_seconds_per_token=0.2, step_seconds=[0.5] * 8 + [0.2] * 20)
+    run: Any = SimpleNamespace(beginning_seconds=31 * 0.1 + 1.0, seconds_per_token=0.1)
+    assert _beginning_shown(generation, run, Pace(beginning=0.4)) == pytest.approx(8 * 0.3 - 0.6)
+    slow: Any = SimpleNamespace(beginning_seconds=31 * 0.1 + 9.0, seconds_per_token=0.1)
+    assert _beginning_shown(generation, slow, Pace()) == LEAST_BEGINNING
+    short: Any = SimpleNamespace(later_seconds_per_token=None, step_seconds=[0.5] * 8)
+    assert _beginning_shown(short, run, Pace()) is None

@@ -183,6 +183,9 @@ def test_the_first_tokens_of_an_answer_by_hand() -> None:
     assert run.first_tokens_per_second == pytest.approx(run.tokens_per_second, rel=0.05)
     tokens = FIRST_TOKENS + 10
     assert run.answer_seconds(tokens) == pytest.approx(run.beginning_seconds + 10 * run.seconds_per_token)
+    known = simulate(scene(TOP_K, pace=Pace(beginning=2.0)), TYPICAL)
+    assert known.beginning_seconds == pytest.approx(run.beginning_seconds + 2.0)
+    assert known.seconds_per_token == run.seconds_per_token
     assert run.answer_seconds(2) == pytest.approx(run.beginning_seconds / (FIRST_TOKENS - 1))
 
 

@@ -24,8 +24,9 @@ from smoe.models.spec import ModelSpec
 from smoe.policy.registry import eviction_kind, make_eviction_for
 from smoe.policy.residency import PoolSize
 from smoe.report.machine_for import READING_SECONDS, machine_for, pace_for
-from smoe.report.on_clock import MOST_LAYERS, Scene, Simulated, settled
+from smoe.report.on_clock import FIRST_TOKENS, MOST_LAYERS, Scene, Simulated, settled
 from smoe.report.pace import (
+    LEAST_BEGINNING,
     LEAST_STEPS,
     UNKNOWN,
     LastRun,
@@ -93,6 +94,7 @@ def look_back(model: PreTrainedModel, generation: Generation, place: Path, layer
     found = Foretold(run.seconds_per_token, first, pace.expert is not None)
     shown = shown_by(engine, generation.later_counters, generation.decode_counters, generation.prompt_tokens)
     shown = shown.after(_prompt_shown(generation, run, pace, layers))
+    shown = replace(shown, beginning=_beginning_shown(generation, run, pace))
     if layers.is_of_first_pass:
         of_prompt = generation.counters - generation.decode_counters
         shown = replace(shown, first_load=first_load(of_prompt, engine.store.expert_bytes))
@@ -101,6 +103,16 @@ def look_back(model: PreTrainedModel, generation: Generation, place: Path, layer
     with suppress(OSError):  # the result does not depend on it
         remember(place, arithmetic, access, usable(shown, access), _beside(generation, found))
     return found
+
+
+def _beginning_shown(generation: Generation, run: Simulated, pace: Pace) -> float | None:
+    """Return the seconds by which the first decode steps took longer than later ones, without those that the simulation
+    explains. None for too few steps."""
+    steady, steps = generation.later_seconds_per_token, generation.step_seconds[:UNSETTLED_STEPS]
+    if steady is None:
+        return None
+    simulated = run.beginning_seconds - (pace.beginning or 0.0) - (FIRST_TOKENS - 1) * run.seconds_per_token
+    return max(LEAST_BEGINNING, sum(steps) - len(steps) * steady - max(0.0, simulated))
 
 
 def _beside(generation: Generation, found: Foretold) -> LastRun | None:

@@ -199,7 +199,7 @@ def _finish(scene: Scene, begun: _Begun) -> Simulated:
     else:
         timed, before, times = _served(scene, begun, steps)
         seconds = scale * sum(timed.step_seconds[_WARM_UP:]) / steps
-        beginning = scale * sum(timed.step_seconds[: FIRST_TOKENS - 1])
+        beginning = scale * sum(timed.step_seconds[: FIRST_TOKENS - 1]) + (scene.pace.beginning or 0.0)
         uses, loads = timed.uses - before.uses, timed.loads - before.loads
         by_device = uses - timed.computed_by_host * steps / (steps + _WARM_UP)
         alone = timed.computed_alone - before.computed_alone

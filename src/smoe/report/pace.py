@@ -58,6 +58,9 @@ class Pace:
     first_load: float | None = None
     """Seconds of loading one expert into memory that the process uses for the first time, while all threads read. The
     system must find and clear that memory, which can take longer than reading."""
+    beginning: float | None = None
+    """Additional seconds that the first decode steps of a text take, beyond those that a simulation explains: memory of
+    the prompt is given to experts, and kernels are prepared. At least `LEAST_BEGINNING`."""
 
     def after(self, other: Pace) -> Pace:
         """Return the geometric mean of these times and `other`, so that one disturbed run changes little. A much
@@ -91,6 +94,8 @@ MOST_FIRST_PASS = 60.0
 _LEAST_FIRST_PASS = 1e-3
 """The lower bound, in seconds, of the extra time that a process's first pass takes. It is above 0, so that geometric
 means stay above 0."""
+LEAST_BEGINNING = 1e-3
+"""The lower bound of `Pace.beginning`, in seconds. It is above 0, so that geometric means stay above 0."""
 LEAST_PROMPT_TOKENS = 32
 """The smallest number of tokens of a prompt from which the factor `Pace.prompt` is measured. In a shorter prompt,
 function calls take more time than arithmetic."""
@@ -260,7 +265,7 @@ def pace_of(folder: Path, arithmetic: RunArithmetic, access: Access) -> Pace:
     time of a layer without its experts is that of any precision."""
     others = [each for each in (Access.DIRECT, Access.PAGE_CACHE, Access.NONE) if each is not access]
     own, first, second = (_measured(folder, arithmetic, each) for each in (access, *others))
-    found = replace(first.completed_by(second), load=None, first_load=None)
+    found = replace(first.completed_by(second), load=None, first_load=None, beginning=None)
     if access is Access.NONE and found.expert is not None:
         found = replace(found, expert=found.expert / crowded(found.reading or 0.0), reading=None)
     return own.completed_by(found).completed_by(Pace(layer=_layer_of_any_precision(folder, arithmetic)))
