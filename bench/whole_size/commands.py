@@ -4,8 +4,9 @@ forecast of `smoe plan` before each of them.
     python -m bench.whole_size.commands FILE.gguf --limit 8GiB 12GiB --rounds 2 [--isa avx2]
 
 For each limit and round, `plan`, `generate` with a prompt of some 120 tokens, `chat` with the same message, and `serve`
-with the same prompt run one after the other. `plan` forecasts a prompt of 128 tokens. The file is dropped from the page cache before each of
-them. Rounds after the first one show second starts, and forecasts that earlier runs have calibrated.
+with the same prompt run one after the other. `plan` forecasts a prompt of 128 tokens. The file is dropped from the page
+cache before each of them. Rounds after the first one show second starts, and forecasts that earlier runs have
+calibrated.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def test_a_run_that_ended_before_all_experts_were_read_shows_its_prompt_only() -
     assert access_of(ledger, True) is access_of(ledger, False) is Access.NONE
     still_reading = Pace(layer=1.0, reading=0.5)
     assert usable(still_reading, Access.NONE) == UNKNOWN and usable(still_reading, Access.DIRECT) == still_reading
-    of_prompt = Pace(first_load=0.5, prompt=2.0, first_pass=1.0)
+    of_prompt = Pace(first_load=0.5, prompt=2.0, first_pass=1.0, beginning=0.7)
     assert usable(replace(of_prompt, layer=1.0, expert=1.0, reading=0.5), Access.NONE) == of_prompt
     assert usable(Pace(layer=1.0, reading=0.01), Access.NONE).layer == 1.0
 

@@ -252,11 +252,11 @@ def access_of(ledger: Ledger, is_direct: bool) -> Access:
 
 
 def usable(pace: Pace, access: Access) -> Pace:
-    """Return the times of a run that later forecasts can use: only those of its prompt if the budget holds all experts,
-    and the run ended while they were still being read."""
+    """Return the times of a run that later forecasts can use: only those of its prompt and of its first steps if the
+    budget holds all experts, and the run ended while they were still being read."""
     if access is not Access.NONE or (pace.reading or 0.0) <= _LEAST_READING:
         return pace
-    return Pace(first_load=pace.first_load, prompt=pace.prompt, first_pass=pace.first_pass)
+    return replace(pace, layer=None, expert=None, load=None, skew=None, reading=None)
 
 
 def pace_of(folder: Path, arithmetic: RunArithmetic, access: Access) -> Pace:
