@@ -125,14 +125,17 @@ def test_loads_of_a_first_prompt_by_hand() -> None:
     assert first_load(replace(prompt, bytes_cached=500), 100) is None, "copies from the page cache are no reads"
 
 
-def test_a_run_that_ended_before_all_experts_were_read_shows_its_prompt_only() -> None:
+def test_a_run_that_ended_before_all_experts_were_read_corrects_the_time_of_an_expert() -> None:
     ledger: Any = SimpleNamespace(holds_all=True)
     assert access_of(ledger, True) is access_of(ledger, False) is Access.NONE
-    still_reading = Pace(layer=1.0, reading=0.5)
-    assert usable(still_reading, Access.NONE) == UNKNOWN and usable(still_reading, Access.DIRECT) == still_reading
-    of_prompt = Pace(first_load=0.5, prompt=2.0, first_pass=1.0, beginning=0.7)
-    assert usable(replace(of_prompt, layer=1.0, expert=1.0, reading=0.5), Access.NONE) == of_prompt
-    assert usable(Pace(layer=1.0, reading=0.01), Access.NONE).layer == 1.0
+    still_reading = Pace(layer=1.0, expert=2.6, load=3.0, skew=1.0, prompt=2.0, reading=0.5, beginning=0.7)
+    assert usable(still_reading, Access.DIRECT) == still_reading
+    corrected = usable(still_reading, Access.NONE)
+    assert corrected == Pace(layer=1.0, expert=pytest.approx(2.0), prompt=2.0, beginning=0.7)
+    no_steps = Pace(first_load=0.5, prompt=2.0, first_pass=1.0)
+    assert usable(no_steps, Access.NONE) == no_steps
+    in_memory = Pace(layer=1.0, expert=2.0, reading=0.01)
+    assert usable(in_memory, Access.NONE) == in_memory
 
 
 def test_loads_from_the_page_cache_are_not_those_of_the_disk() -> None:

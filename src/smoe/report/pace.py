@@ -252,11 +252,13 @@ def access_of(ledger: Ledger, is_direct: bool) -> Access:
 
 
 def usable(pace: Pace, access: Access) -> Pace:
-    """Return the times of a run that later forecasts can use: only those of its prompt and of its first steps if the
-    budget holds all experts, and the run ended while they were still being read."""
-    if access is not Access.NONE or (pace.reading or 0.0) <= _LEAST_READING:
+    """Return the times of a run that later forecasts can use. If the budget holds all experts, and the run ended while
+    they were still being read, the time of an expert is corrected for these reads."""
+    reading = pace.reading or 0.0
+    if access is not Access.NONE or reading <= _LEAST_READING:
         return pace
-    return replace(pace, layer=None, expert=None, load=None, skew=None, reading=None)
+    expert = None if pace.expert is None else pace.expert / crowded(reading)
+    return replace(pace, expert=expert, load=None, skew=None, reading=None)
 
 
 def pace_of(folder: Path, arithmetic: RunArithmetic, access: Access) -> Pace:
