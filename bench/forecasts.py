@@ -40,8 +40,8 @@ from smoe.models.checkpoint import described_checkpoint
 from smoe.policy.trial import TURN, TURNS
 from smoe.presets import configure
 from smoe.report.forecast import foretell
-from smoe.report.on_clock import PROMPT_TOKENS
 from smoe.report.pace import Access, Pace, RunArithmetic, remember
+from smoe.report.usual_text import PROMPT_TOKENS
 from smoe.units import parse_share
 from smoe.user_cache import PLACE
 

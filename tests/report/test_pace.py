@@ -125,9 +125,15 @@ def test_loads_of_a_first_prompt_by_hand() -> None:
     assert first_load(replace(prompt, bytes_cached=500), 100) is None, "copies from the page cache are no reads"
 
 
+def test_experts_that_fit_during_a_usual_answer_count_as_in_memory() -> None:
+    demand = SimpleNamespace(total_experts=768)
+    most: Any = SimpleNamespace(demand=demand, slots_of_text=lambda tokens: 768 if tokens < 400 else 767)
+    assert access_of(most, True) is access_of(most, False) is Access.NONE
+    fewer: Any = SimpleNamespace(demand=demand, slots_of_text=lambda tokens: 767)
+    assert access_of(fewer, True) is Access.DIRECT and access_of(fewer, False) is Access.PAGE_CACHE
+
+
 def test_a_run_that_ended_before_all_experts_were_read_corrects_the_time_of_an_expert() -> None:
-    ledger: Any = SimpleNamespace(holds_all=True)
-    assert access_of(ledger, True) is access_of(ledger, False) is Access.NONE
     still_reading = Pace(layer=1.0, expert=2.6, load=3.0, skew=1.0, prompt=2.0, reading=0.5, beginning=0.7)
     assert usable(still_reading, Access.DIRECT) == still_reading
     corrected = usable(still_reading, Access.NONE)

@@ -79,8 +79,10 @@ def command(engine: MachineOptions, model: Model = "demo", json: Json = False, d
     with doing("simulating runs"):
         result = forecast(model, config, engine.revision)
     if json:
+        from smoe.report.usual_text import usual_slots
+
         command_line = None if result.outlook is None else _command(result.model, result.outlook)
-        print_json(result.as_json() | {"usual_slots": _usual_slots(result.ledger), "command": command_line})
+        print_json(result.as_json() | {"usual_slots": usual_slots(result.ledger), "command": command_line})
         return
     _print(result)
     for line in result.remarks:
@@ -149,7 +151,7 @@ def _print(result: Forecast) -> None:
 
 def _print_expected(outlook: Outlook, console: Console) -> None:
     """Print the forecast for the given memory budget and settings."""
-    from smoe.report.on_clock import PROMPT_TOKENS
+    from smoe.report.usual_text import PROMPT_TOKENS
 
     run, (slowest, fastest) = outlook.asked.run, map(_rate, outlook.tokens_per_second)
     span = f" ({slowest} - {fastest})" if slowest != fastest else ""
@@ -268,14 +270,13 @@ def _taken(entries: dict[str, int]) -> list[tuple[str, int]]:
 def _experts(ledger: Ledger) -> list[str]:
     """Return sentences that say how many experts fit in memory: always, and in short texts, to which reserved memory
     is lent."""
-    from smoe.report.on_clock import PROMPT_TOKENS
-    from smoe.report.outlook import ANSWER_WORDS
+    from smoe.report.usual_text import ANSWER_WORDS, PROMPT_TOKENS, usual_slots
 
     demand = ledger.demand
     if ledger.most_slots == ledger.cache_slots:
         return [f"{_slots(ledger)} of {demand.total_experts}, {format_bytes(ledger.most_experts_bytes)}"]
     usual, most = (
-        f"{count} ({count / demand.total_experts:.0%})" for count in (_usual_slots(ledger), ledger.most_slots)
+        f"{count} ({count / demand.total_experts:.0%})" for count in (usual_slots(ledger), ledger.most_slots)
     )
     return [
         f"{usual} of {demand.total_experts} at the end of a usual answer: a prompt of {PROMPT_TOKENS} tokens and "
@@ -283,14 +284,6 @@ def _experts(ledger: Ledger) -> list[str]:
         f"Memory for the context of {demand.context_tokens} tokens and for long prompts holds experts until a text "
         f"needs it. So {most} experts fit at first, and {_slots(ledger)} always.",
     ]
-
-
-def _usual_slots(ledger: Ledger) -> int:
-    """Return the number of experts that fit in memory at the end of a usual answer."""
-    from smoe.report.on_clock import PROMPT_TOKENS
-    from smoe.report.outlook import ANSWER_WORDS, TOKENS_A_WORD
-
-    return ledger.slots_of_text(PROMPT_TOKENS + round(ANSWER_WORDS * TOKENS_A_WORD))
 
 
 def _slots(ledger: Ledger) -> str:

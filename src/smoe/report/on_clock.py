@@ -30,15 +30,13 @@ from smoe.policy.registry import make_eviction_for, predictor_kind
 from smoe.policy.residency import PoolSize
 from smoe.report.pace import UNKNOWN, Pace
 from smoe.report.step_times import Work, in_a_crowd, of_first_loads, times_for
+from smoe.report.usual_text import PROMPT_TOKENS
 from smoe.routing import Phase, Routing
 from smoe.runtime.substitution import substitution_of
 from smoe.simulator.foresight import Foresight, Recorded, blurred
 from smoe.simulator.synthetic import TYPICAL, DrawnShape, Habits, synthesise
 from smoe.simulator.virtual_clock import StepTimes, Timed, VirtualClock
 
-PROMPT_TOKENS = 128
-"""The number of prompt tokens for which the time to the first token (TTFT) is stated: the longer prompt of the
-papers."""
 _WARM_UP, _STEPS = 16, 32
 """The numbers of simulated decode steps: warm-up steps that do not count, then counted ones."""
 FIRST_TOKENS = 32

@@ -26,7 +26,6 @@ from smoe.policy.registry import eviction_kind
 from smoe.presets import PRESETS
 from smoe.report.on_clock import (
     FIRST_TOKENS,
-    PROMPT_TOKENS,
     Scene,
     Simulated,
     prompt_seconds,
@@ -35,6 +34,7 @@ from smoe.report.on_clock import (
 )
 from smoe.report.pace import UNTAUGHT_SPEEDS, Access, Pace, RunArithmetic, access_of, arithmetic_of
 from smoe.report.step_times import work_of
+from smoe.report.usual_text import ANSWER_WORDS, PROMPT_TOKENS, TOKENS_A_WORD
 from smoe.simulator.synthetic import LEAST_REPETITIVE, MOST_REPETITIVE, SAYS, TYPICAL
 from smoe.units import identifier, plain_span, size_to_type
 
@@ -45,10 +45,8 @@ ALTERNATIVES = (("exact", "auto"), ("smoe", "auto"), ("hobbit", "auto"), ("exact
 """The presets and precisions with which `smoe plan` compares the given settings."""
 _OTHER_HABITS = (LEAST_REPETITIVE, MOST_REPETITIVE)
 FASTER_READS = 2.0
-ANSWER_WORDS, LONG_PROMPT_TOKENS = 200, 2000
-"""The number of words of an answer, and the number of tokens of a prompt, whose times `smoe plan` prints."""
-TOKENS_A_WORD = 4 / 3
-"""The mean number of tokens of an English word."""
+LONG_PROMPT_TOKENS = 2000
+"""The number of tokens of a long prompt whose time `smoe plan` prints."""
 
 
 @dataclass(frozen=True)

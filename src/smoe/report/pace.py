@@ -19,6 +19,7 @@ from smoe.machine.processor import BUSY_SHARE
 from smoe.metrics import Counters
 from smoe.policy.budget import Ledger
 from smoe.policy.registry import DRAFT
+from smoe.report.usual_text import usual_slots
 from smoe.user_cache import StoredValue
 
 if TYPE_CHECKING:
@@ -240,13 +241,13 @@ class Access(Enum):
     PAGE_CACHE = "page cache"
     """Copies from the page cache, which holds the whole model."""
     NONE = "in memory"
-    """All experts are in memory."""
+    """All experts are in memory, at least during a usual answer."""
 
 
 def access_of(ledger: Ledger, is_direct: bool) -> Access:
     """Return how a run with this memory budget gets missing experts. `is_direct`: whether reads bypass the page
     cache."""
-    if ledger.holds_all:
+    if usual_slots(ledger) >= ledger.demand.total_experts:
         return Access.NONE
     return Access.DIRECT if is_direct else Access.PAGE_CACHE
 
