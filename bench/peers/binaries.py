@@ -27,6 +27,8 @@ BIGMOE_LEAST_CACHE_MIB = 16
 BIGMOE_GRAPH_TOKENS = 512
 """Prompts go through in pieces of so many tokens, as in llama.cpp: buffers for 2,048 take 320 MiB."""
 MIB = 1 << 20
+LONGEST_ARGUMENT = 100_000
+"""Bytes of a prompt on the command line. Linux allows 128 KiB for one argument; a longer prompt is a file."""
 
 
 class BinaryError(Exception):
@@ -65,7 +67,14 @@ def cli_commands(
     words += ["--seed", str(workload.seed), "--ignore-eos", "--no-display-prompt", *_words(SAMPLING), *more]
     words += ["--override-kv", "tokenizer.ggml.add_bos_token=bool:false"]  # the prompt has its number of tokens
     counts = {length: workload.new_tokens + 1 if length == longest else 1 for length in sorted(workload.prompts)}
-    return [Command([*words, "-n", str(count), "-p", texts[length]]) for length, count in counts.items()]
+    return [_with_prompt([*words, "-n", str(count)], texts[length]) for length, count in counts.items()]
+
+
+def _with_prompt(words: Sequence[str], text: str) -> Command:
+    """A command with its prompt."""
+    if len(text.encode()) > LONGEST_ARGUMENT:
+        return Command([*words, "-f", "/dev/stdin"], text)
+    return Command([*words, "-p", text])
 
 
 def read_cli(finished: Sequence[Finished], workload: Workload) -> Measurement:

@@ -70,6 +70,14 @@ def test_cli_has_a_process_for_each_prompt_and_decodes_after_the_longest() -> No
     assert "--temp 1 --top-k 40 --top-p 1" in joined and "--ignore-eos" in long.words
 
 
+def test_a_prompt_that_is_too_long_for_an_argument_is_read_as_a_file() -> None:
+    """Linux refuses to start a program with an argument of more than 128 KiB."""
+    text = "word " * 30_000
+    short, long = binaries.cli_commands("llama-cli", GGUF, WORK, TEXTS | {128: text}, [])
+    assert long.words[-2:] == ["-f", "/dev/stdin"] and long.standard_input == text
+    assert short.words[-2] == "-p" and not short.standard_input
+
+
 def test_bigmoe_is_asked_for_a_warm_up_every_prompt_and_the_tokens_after_the_longest() -> None:
     command = binaries.bigmoe_command("bmoe-cli", GGUF, SHAPE, WORK, TEXTS, " warm", 2048 * MIB)
     *asked, last = [json.loads(line) for line in command.standard_input.splitlines()]
