@@ -184,6 +184,7 @@ ENGINES: dict[str, Engine] = {
     "smoe-own-order": _smoe("kernels=own-order"),
     "smoe-gguf": _smoe_gguf(),
     "smoe-gguf-int8": _smoe_gguf("activations=int8"),
+    "smoe-gguf-own-order": _smoe_gguf("kernels=own-order"),
     "llama.cpp": _llama("mmap"),
     "llama.cpp-mapped": _llama("mapped-only"),
     "llama.cpp-direct": _llama("direct"),
