@@ -90,6 +90,14 @@ def test_only_the_time_of_a_load_depends_on_where_experts_are_read(tmp_path: Pat
     assert not loads_other_way(tmp_path, AUTO, Access.PAGE_CACHE)
 
 
+def test_the_beginning_of_a_text_is_that_of_runs_with_the_same_access(tmp_path: Path) -> None:
+    remember(tmp_path, AUTO, Access.DIRECT, Pace(0.1, 0.2, beginning=0.7))
+    assert pace_of(tmp_path, AUTO, Access.DIRECT).beginning == 0.7
+    assert (
+        pace_of(tmp_path, AUTO, Access.PAGE_CACHE).beginning is pace_of(tmp_path, AUTO, Access.NONE).beginning is None
+    )
+
+
 def test_with_all_experts_in_memory_no_read_slows_them(tmp_path: Path) -> None:
     """Would catch 4.9 tokens/s forecast for a model in memory that makes 10, by times of runs that read meanwhile."""
     remember(tmp_path, AUTO, Access.DIRECT, Pace(0.1, 0.16, 0.3, reading=1.0))

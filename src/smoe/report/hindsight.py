@@ -29,6 +29,7 @@ from smoe.report.pace import (
     LEAST_BEGINNING,
     LEAST_STEPS,
     UNKNOWN,
+    Access,
     LastRun,
     Pace,
     access_of,
@@ -94,7 +95,8 @@ def look_back(model: PreTrainedModel, generation: Generation, place: Path, layer
     found = Foretold(run.seconds_per_token, first, pace.expert is not None)
     shown = shown_by(engine, generation.later_counters, generation.decode_counters, generation.prompt_tokens)
     shown = shown.after(_prompt_shown(generation, run, pace, layers))
-    shown = replace(shown, beginning=_beginning_shown(generation, run, pace))
+    if access is not Access.NONE:  # its forecast adds the simulated reads only
+        shown = replace(shown, beginning=_beginning_shown(generation, run, pace))
     if layers.is_of_first_pass:
         of_prompt = generation.counters - generation.decode_counters
         shown = replace(shown, first_load=first_load(of_prompt, engine.store.expert_bytes))

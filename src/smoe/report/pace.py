@@ -61,7 +61,8 @@ class Pace:
     system must find and clear that memory, which can take longer than reading."""
     beginning: float | None = None
     """Additional seconds that the first decode steps of a text take, beyond those that a simulation explains: memory of
-    the prompt is given to experts, and kernels are prepared. At least `LEAST_BEGINNING`."""
+    the prompt is given to experts, and kernels are prepared. At least `LEAST_BEGINNING`. Only of runs that read experts
+    in their answers."""
 
     def after(self, other: Pace) -> Pace:
         """Return the geometric mean of these times and `other`, so that one disturbed run changes little. A much
@@ -255,11 +256,15 @@ def access_of(ledger: Ledger, is_direct: bool) -> Access:
 def usable(pace: Pace, access: Access) -> Pace:
     """Return the times of a run that later forecasts can use. If the budget holds all experts, and the run ended while
     they were still being read, the time of an expert is corrected for these reads."""
-    reading = pace.reading or 0.0
-    if access is not Access.NONE or reading <= _LEAST_READING:
+    if access is not Access.NONE or (pace.reading or 0.0) <= _LEAST_READING:
         return pace
-    expert = None if pace.expert is None else pace.expert / crowded(reading)
-    return replace(pace, expert=expert, load=None, skew=None, reading=None)
+    return replace(_without_reads(pace), load=None, skew=None)
+
+
+def _without_reads(pace: Pace) -> Pace:
+    """Return the times of computing while no experts are read."""
+    expert = None if pace.expert is None else pace.expert / crowded(pace.reading or 0.0)
+    return replace(pace, expert=expert, reading=None)
 
 
 def pace_of(folder: Path, arithmetic: RunArithmetic, access: Access) -> Pace:
@@ -269,8 +274,8 @@ def pace_of(folder: Path, arithmetic: RunArithmetic, access: Access) -> Pace:
     others = [each for each in (Access.DIRECT, Access.PAGE_CACHE, Access.NONE) if each is not access]
     own, first, second = (_measured(folder, arithmetic, each) for each in (access, *others))
     found = replace(first.completed_by(second), load=None, first_load=None, beginning=None)
-    if access is Access.NONE and found.expert is not None:
-        found = replace(found, expert=found.expert / crowded(found.reading or 0.0), reading=None)
+    if access is Access.NONE:
+        found = _without_reads(found)
     return own.completed_by(found).completed_by(Pace(layer=_layer_of_any_precision(folder, arithmetic)))
 
 
