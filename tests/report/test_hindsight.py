@@ -18,7 +18,7 @@ from smoe import from_pretrained
 from smoe.config import EngineConfig
 from smoe.metrics import Counters
 from smoe.report.hindsight import _beginning_shown, _simulated, look_back, shown_by
-from smoe.report.pace import LEAST_BEGINNING, UNKNOWN, Pace
+from smoe.report.pace import LEAST_BEGINNING, UNKNOWN, Access, Pace
 from smoe.runtime.engine import Engine
 
 PROMPT, STEPS = 8, 20
@@ -90,8 +90,9 @@ def test_the_beginning_of_a_text_by_hand() -> None:
     which it has from an earlier run."""
     generation: Any = SimpleNamespace(later_seconds_per_token=0.2, step_seconds=[0.5] * 8 + [0.2] * 20)
     run: Any = SimpleNamespace(beginning_seconds=31 * 0.1 + 1.0, seconds_per_token=0.1)
-    assert _beginning_shown(generation, run, Pace(beginning=0.4)) == pytest.approx(8 * 0.3 - 0.6)
+    assert _beginning_shown(generation, run, Pace(beginning=0.4), Access.DIRECT) == pytest.approx(8 * 0.3 - 0.6)
     slow: Any = SimpleNamespace(beginning_seconds=31 * 0.1 + 9.0, seconds_per_token=0.1)
-    assert _beginning_shown(generation, slow, Pace()) == LEAST_BEGINNING
+    assert _beginning_shown(generation, slow, Pace(), Access.DIRECT) == LEAST_BEGINNING
     short: Any = SimpleNamespace(later_seconds_per_token=None, step_seconds=[0.5] * 8)
-    assert _beginning_shown(short, run, Pace()) is None
+    assert _beginning_shown(short, run, Pace(), Access.DIRECT) is None
+    assert _beginning_shown(generation, run, Pace(), Access.NONE) is None

@@ -95,8 +95,7 @@ def look_back(model: PreTrainedModel, generation: Generation, place: Path, layer
     found = Foretold(run.seconds_per_token, first, pace.expert is not None)
     shown = shown_by(engine, generation.later_counters, generation.decode_counters, generation.prompt_tokens)
     shown = shown.after(_prompt_shown(generation, run, pace, layers))
-    if access is not Access.NONE:  # its forecast adds the simulated reads only
-        shown = replace(shown, beginning=_beginning_shown(generation, run, pace))
+    shown = replace(shown, beginning=_beginning_shown(generation, run, pace, access))
     if layers.is_of_first_pass:
         of_prompt = generation.counters - generation.decode_counters
         shown = replace(shown, first_load=first_load(of_prompt, engine.store.expert_bytes))
@@ -107,11 +106,11 @@ def look_back(model: PreTrainedModel, generation: Generation, place: Path, layer
     return found
 
 
-def _beginning_shown(generation: Generation, run: Simulated, pace: Pace) -> float | None:
+def _beginning_shown(generation: Generation, run: Simulated, pace: Pace, access: Access) -> float | None:
     """Return the seconds by which the first decode steps took longer than later ones, without those that the simulation
-    explains. None for too few steps."""
+    explains. None for too few steps, and for experts in memory, whose forecast adds simulated reads only."""
     steady, steps = generation.later_seconds_per_token, generation.step_seconds[:UNSETTLED_STEPS]
-    if steady is None:
+    if steady is None or access is Access.NONE:
         return None
     simulated = run.beginning_seconds - (pace.beginning or 0.0) - (FIRST_TOKENS - 1) * run.seconds_per_token
     return max(LEAST_BEGINNING, sum(steps) - len(steps) * steady - max(0.0, simulated))
