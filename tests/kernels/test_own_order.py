@@ -7,6 +7,7 @@ bits that hang on who computes an output.
 from __future__ import annotations
 
 import functools
+from itertools import product
 from typing import Any
 
 import pytest
@@ -24,11 +25,15 @@ pytestmark = pytest.mark.skipif(widest() is None, reason="needs llvmlite and AVX
 if is_available():
     from smoe.kernels.jit import Source, compile_functions
 
+with_and_without_prefetches = pytest.mark.parametrize("prefetches", [True, False])
+
 
 @functools.cache
-def compiled(isa: Isa) -> dict[int, Any]:
+def compiled(isa: Isa, prefetches: bool) -> dict[int, Any]:
     names = {rows: own_order.products_name(rows) for rows in (1, 2, 4)}
-    made = compile_functions(Source(own_order.module_of, (isa,)), dict.fromkeys(names.values(), products.ARGUMENTS))
+    made = compile_functions(
+        Source(own_order.module_of, (isa, prefetches)), dict.fromkeys(names.values(), products.ARGUMENTS)
+    )
     return dict(zip(names, made, strict=True))
 
 
@@ -44,11 +49,12 @@ def assert_near(ours: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, bias
     assert bool(((ours.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-5 * magnitude).all())
 
 
+@with_and_without_prefetches
 @pytest.mark.parametrize("rows", [1, 2, 4])
 @pytest.mark.parametrize("columns", [32, 64, 96, 2048])
-def test_errors_are_those_of_rounding(isa: Isa, rows: int, columns: int) -> None:
+def test_errors_are_those_of_rounding(isa: Isa, prefetches: bool, rows: int, columns: int) -> None:
     weights, x = numbers(23, columns), numbers(rows, columns, seed=1)
-    ours = products.multiplied_at(compiled(isa), weights.data_ptr(), 23, x)
+    ours = products.multiplied_at(compiled(isa, prefetches), weights.data_ptr(), 23, x)
     assert_near(ours, x, weights)
     errors = [
         float((each.double() - x.double() @ weights.double().T).square().mean()) for each in (ours, x @ weights.T)
@@ -70,32 +76,37 @@ def test_every_instruction_set_gives_the_same_up_to_rounding(
     x[:, seed % x.shape[1]] += outlier
     for isa in ISAS:
         if isa.is_here:
-            for rows in (1, 2, 4):
-                ours = products.multiplied_at(compiled(isa), weights.data_ptr(), outputs, x[:rows])
+            for rows, prefetches in product((1, 2, 4), (True, False)):
+                ours = products.multiplied_at(compiled(isa, prefetches), weights.data_ptr(), outputs, x[:rows])
                 if scale > 1e-35:  # dot products of pairs take what is denormal for zero
                     assert_near(ours, x[:rows], weights)
                 else:
                     assert bool((ours.float().abs() <= 1e-30).all())
 
 
-def test_a_share_of_the_outputs_touches_nothing_else(isa: Isa) -> None:
+@with_and_without_prefetches
+def test_a_share_of_the_outputs_touches_nothing_else(isa: Isa, prefetches: bool) -> None:
     weights, x = numbers(23, 96), numbers(1, 96, seed=1)
-    whole = products.multiplied_at(compiled(isa), weights.data_ptr(), 23, x)
+    whole = products.multiplied_at(compiled(isa, prefetches), weights.data_ptr(), 23, x)
     for begin, end in ((0, 0), (0, 3), (5, 10), (22, 23)):
-        part = products.multiplied_at(compiled(isa), weights.data_ptr(), 23, x, begin, end)
+        part = products.multiplied_at(compiled(isa, prefetches), weights.data_ptr(), 23, x, begin, end)
         assert torch.equal(part[:, begin:end], whole[:, begin:end])
         assert bool(part[:, :begin].isnan().all()) and bool(part[:, end:].isnan().all())
 
 
-def test_a_bias_is_added_before_rounding(isa: Isa) -> None:
+@with_and_without_prefetches
+def test_a_bias_is_added_before_rounding(isa: Isa, prefetches: bool) -> None:
     weights, x, bias = numbers(23, 96), numbers(1, 96, seed=1), numbers(23, seed=2) * 100
-    assert_near(products.multiplied_at(compiled(isa), weights.data_ptr(), 23, x, bias=bias), x, weights, bias)
+    assert_near(
+        products.multiplied_at(compiled(isa, prefetches), weights.data_ptr(), 23, x, bias=bias), x, weights, bias
+    )
 
 
-def test_what_is_no_number_shows(isa: Isa) -> None:
+@with_and_without_prefetches
+def test_what_is_no_number_shows(isa: Isa, prefetches: bool) -> None:
     weights, x = numbers(23, 96), numbers(1, 96, seed=1)
     weights[7, 95] = float("nan")
-    found = products.multiplied_at(compiled(isa), weights.data_ptr(), 23, x).isnan()
+    found = products.multiplied_at(compiled(isa, prefetches), weights.data_ptr(), 23, x).isnan()
     assert found[0, 7] and found.sum() == 1
 
 

@@ -16,6 +16,7 @@ functions have the same arguments as those of `quantised.py`, so callers need no
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 
 from llvmlite import ir
 
@@ -27,9 +28,9 @@ AHEAD = 8192
 """The distance between computation and prefetch, in bytes."""
 LINE = 64
 _LINES = 2
-"""The number of cache lines that one iteration of the loop over a row handles."""
+"""The number of cache lines that one iteration of the loop over rows handles."""
 _CHAINS = 8
-"""The number of running sums of all rows of x together. With fewer, an addition would have to wait for the one before
+"""The number of running sums of all products together. With fewer, an addition would have to wait for the one before
 it."""
 _ARGUMENTS = ("*given", "*w", "*out", "*bias", "begin", "end", "K")
 
@@ -39,17 +40,22 @@ def products_name(rows: int) -> str:
     return f"products_bf16_{rows}"
 
 
-def module_of(isa: Isa) -> str:
-    """Return the LLVM text of the functions `products_bf16_1`, `_2` and `_4`. K must be a multiple of 32."""
+def module_of(isa: Isa, prefetches: bool = True) -> str:
+    """Return the LLVM text of the functions `products_bf16_1`, `_2` and `_4`. K must be a multiple of 32.
+
+    `prefetches`: prefetch the weights. Otherwise the CPU does (`isa.prefetches_rows`), and one activation row is
+    multiplied with two distant rows of the matrix at a time, one from each half of the outputs: two streams keep more
+    cache lines in flight.
+    """
     module = ir.Module()
     for rows in (1, 2, 4):
-        _products(module, isa, rows)
+        _products(module, isa, rows, AHEAD if prefetches else None)
     return text_of(module, isa.attributes)
 
 
-def _products(module: ir.Module, isa: Isa, rows: int) -> None:
-    """Add the function that multiplies `rows` activation rows with a bf16 matrix to a module. The function computes one
-    output after the other, because a single stream of memory is read fastest."""
+def _products(module: ir.Module, isa: Isa, rows: int, ahead: int | None) -> None:
+    """Add the function that multiplies `rows` activation rows with a bf16 matrix to a module. `ahead`: the distance
+    between computation and prefetch, in bytes."""
     code = Code(module, isa, products_name(rows), _ARGUMENTS)
     given, w, out, bias, begin, end, columns = code.arguments
     build = code.build
@@ -59,17 +65,22 @@ def _products(module: ir.Module, isa: Isa, rows: int) -> None:
         xs = [code.load(POINTER, code.at(given, 16 * r)) for r in range(rows)]
         outs = [code.load(POINTER, code.at(given, 16 * r + 8)) for r in range(rows)]
     xs = xs if isa.has_bf16_dots else [_halved(code, x, columns) for x in xs]
-    stride = build.mul(columns, code.number(2))
+    streams = 2 if rows == 1 and ahead is None else 1
+    apart = build.sdiv(build.add(build.sub(end, begin), code.number(streams - 1)), code.number(streams))
+    last = build.sub(end, code.number(1))
 
-    def output(n: Value, _: list[Value]) -> list[Value]:
-        totals = _dots(code, code.at(w, build.mul(n, stride)), xs, columns)
-        place = build.mul(n, code.number(2))
-        for total, to in zip(totals, outs, strict=True):
-            one = code.splat(total, 1)
-            code.store(code.rounded(one if rows > 1 else code.biased(one, bias, place)), code.at(to, place))
+    def together(n: Value, _: list[Value]) -> list[Value]:
+        # the last one of an odd number is computed twice
+        each = [n] if streams == 1 else [n, code.smaller(build.add(n, apart), last)]
+        places = [build.mul(n, code.number(2)) for n in each]
+        totals = _dots(code, [code.at(w, build.mul(place, columns)) for place in places], xs, columns, ahead)
+        for place, of_xs in zip(places, totals, strict=True):
+            for total, to in zip(of_xs, outs, strict=True):
+                one = code.splat(total, 1)
+                code.store(code.rounded(one if rows > 1 else code.biased(one, bias, place)), code.at(to, place))
         return []
 
-    code.loop(begin, end, 1, [], output)
+    code.loop(begin, build.add(begin, apart), 1, [], together)
     code.end()
 
 
@@ -90,36 +101,37 @@ def _halved(code: Code, x: Value, columns: Value) -> Value:
     return scratch
 
 
-def _dots(code: Code, row: Value, xs: Sequence[Value], columns: Value) -> list[Value]:
-    """Return the products of one row of the matrix with every activation row x."""
-    build, per_row = code.build, _CHAINS // len(xs)
+def _dots(
+    code: Code, rows: Sequence[Value], xs: Sequence[Value], columns: Value, ahead: int | None
+) -> list[list[Value]]:
+    """Return, for each row of the matrix, its products with every activation row x."""
+    build, pairs = code.build, [(row, x) for row in rows for x in xs]
+    per_pair = _CHAINS // len(pairs)
     add = _add_pairs if code.isa.has_bf16_dots else _add_halves
-    chains = [[code.reals(0.0)] * per_row for _ in xs]
 
     def lines(count: int) -> Callable[[Value, list[Value]], list[Value]]:
         def turn(k: Value, carried: list[Value]) -> list[Value]:
-            sums = [carried[n : n + per_row] for n in range(0, len(carried), per_row)]
+            sums = [carried[n : n + per_pair] for n in range(0, len(carried), per_pair)]
             at = build.mul(k, code.number(2))
-            for line in range(0, count * LINE, LINE):
-                code.prefetch(code.at(code.at(row, at), AHEAD + line), is_read_once=True)
+            if ahead is not None:
+                for row, line in product(rows, range(0, count * LINE, LINE)):
+                    code.prefetch(code.at(code.at(row, at), ahead + line), is_read_once=True)
             for n, begin in enumerate(range(0, count * LINE, 4 * code.isa.lanes)):
-                add(
-                    code,
-                    n,
-                    code.at(row, build.add(at, code.number(begin))),
-                    xs,
-                    build.add(at, code.number(begin)),
-                    sums,
-                )
+                place = build.add(at, code.number(begin))
+                for m, row in enumerate(rows):
+                    add(code, n, code.at(row, place), xs, place, sums[m * len(xs) : (m + 1) * len(xs)])
             return [each for some in sums for each in some]
 
         return turn
 
-    carried = [each for some in chains for each in some]
-    whole = build.and_(columns, code.number(-(_LINES * LINE // 2)))
-    carried = code.loop(code.number(0), whole, _LINES * LINE // 2, carried, lines(_LINES))
-    carried = code.loop(whole, columns, LINE // 2, carried, lines(1))
-    return [_total(code, carried[n : n + per_row]) for n in range(0, len(carried), per_row)]
+    carried = [code.reals(0.0)] * (per_pair * len(pairs))
+    at_once = _LINES // len(rows)
+    whole = build.and_(columns, code.number(-(at_once * LINE // 2)))
+    carried = code.loop(code.number(0), whole, at_once * LINE // 2, carried, lines(at_once))
+    if at_once > 1:
+        carried = code.loop(whole, columns, LINE // 2, carried, lines(1))
+    totals = [_total(code, carried[n : n + per_pair]) for n in range(0, len(carried), per_pair)]
+    return [totals[n : n + len(xs)] for n in range(0, len(totals), len(xs))]
 
 
 def _add_pairs(code: Code, n: int, weights: Value, xs: Sequence[Value], at: Value, sums: list[list[Value]]) -> None:
