@@ -192,6 +192,11 @@ class _Products:
         is_little = build.icmp_signed("<=", build.mul(self.stride, number(2 * lanes)), number(MOST_AHEAD))
         return build.select(is_little, number(2 * lanes), number(lanes))
 
+    def _lines_of_block(self) -> int:
+        """Return the number of cache lines to prefetch for one block of each output of a strip. It is rounded up: a
+        block may begin within a line, and the computation would wait for every line left out."""
+        return -(-self.form.nbytes * self.code.isa.lanes // _LINE)
+
     def _following(self, n: Value) -> Value:
         """Return the address to prefetch while the outputs from `n` on are computed.
 
@@ -230,11 +235,11 @@ class _Products:
     def _add_block(self, places: Sequence[Value], x: ByteRow, ahead: Value, total: Value) -> Value:
         """Return `total` [lanes] plus the product of the activation row `x` with one block of each of `lanes` outputs.
         Also prefetch at the address `ahead`."""
-        code, form, lanes, kind = self.code, self.form, self.code.isa.lanes, self.codes
+        code, form, kind = self.code, self.form, self.codes
         columns = self._columns(places)
         scale = columns.scalar(form.scale)
         minimum = None if form.minimum is None else columns.scalar(form.minimum)
-        lines, fetched, k = form.nbytes * lanes // _LINE, 0, 0
+        lines, fetched, k = self._lines_of_block(), 0, 0
         for g, group in enumerate(form.groups):
             sums = code.dot_sum(kind.most, kind.is_signed)
             for run in group.runs:
@@ -356,7 +361,7 @@ class _Products:
                 code.store(columns.offset(group, minimum), code.at(offsets, 4 * lanes * g), 4 * lanes)
             code.store(gain, code.at(gains, 4 * lanes * g), 4 * lanes)
         tile = code.at(code.at(self.tile, strip * self.tile_strip), build.mul(i, code.number(form.numbers * lanes)))
-        lines, pieces = form.nbytes * lanes // _LINE, self._pieces()
+        lines, pieces = self._lines_of_block(), self._pieces()
         for number, (place, (run, first)) in enumerate(pieces):
             for n, codes in enumerate(columns.codes(run.fields, first)):
                 code.store(self._as_bytes(codes), code.at(tile, (place + 4 * n) * lanes), 4 * lanes)
