@@ -213,17 +213,22 @@ class _Reader:
     def skip_texts(self, count: int, what: str) -> None:
         """Skip `count` strings. A vocabulary has hundreds of thousands, so strings within the buffered bytes are
         skipped fast."""
-        length_at = struct.Struct("<Q").unpack_from
-        for _ in range(count):
-            start = self.position - self._begin
-            if start + 8 <= len(self._window):
-                length = length_at(self._window, start)[0]
-                self.position += 8
-            else:
-                length = self.number("Q", what)
-            if length > self._end - self.position:
-                self.take(length, what)  # raises the error
-            self.position += length
+        while count:
+            count -= self._skip_buffered_texts(count)
+            if count:
+                self.skip(self.number("Q", what), what)  # it fills the buffer, or raises the error
+                count -= 1
+        self.skip(0, what)  # raises the error if the last string ends behind the file's end
+
+    def _skip_buffered_texts(self, count: int) -> int:
+        """Skip at most `count` strings whose lengths are within the buffered bytes. Return how many were skipped."""
+        length_at, window, start = struct.Struct("<Q").unpack_from, self._window, self.position - self._begin
+        done, last = 0, len(window) - 8
+        while done < count and start <= last:
+            start += 8 + length_at(window, start)[0]
+            done += 1
+        self.position = self._begin + start
+        return done
 
     def number(self, form: str, what: str) -> Any:
         """Return one number in the format `form` of Python's struct module: an int, a float or a bool."""
