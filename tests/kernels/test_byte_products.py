@@ -1,25 +1,30 @@
 """Products with activations in 8 bits: every format on every instruction set that this CPU has, against NumPy.
 
 Would catch: a product that is cut off at 16 bits, bytes of x in another order than codes, a zero that is not taken
-back, a group's scale on its neighbour, a rounding of x that the reference does not have, a tile's end.
+back, a group's scale on its neighbour, a rounding of x that the reference does not have, a tile's end, a cache line
+without a prefetch.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from llvmlite import ir
 from torch.nn import functional
 
 from smoe.bounds import BF16, INT8
 from smoe.formats.activations import fits, in_8_bits
 from smoe.formats.base import Bits, Format, Points
 from smoe.formats.registry import FORMATS
+from smoe.kernels import byte_products
 from smoe.kernels.byte_products import TILE_COLUMNS
 from smoe.kernels.elementwise import activation_table
-from smoe.kernels.isa import ISAS_OF, Isa
+from smoe.kernels.isa import AVX2, ISAS_OF, Isa
 from smoe.kernels.jit import is_available
 from smoe.kernels.matrix import products_of
 from tests import promised
@@ -148,3 +153,13 @@ def test_a_gated_row_is_what_the_library_makes_of_it_in_8_bits(form, functions) 
     data = random_rows(form, ROWS, columns, 8)
     ours = gated_in_bytes(form, functions, data, wide, table)
     assert torch.equal(ours, multiplied_in_bytes(form, functions, data, functional.silu(gate) * up))
+
+
+@pytest.mark.parametrize("form", [form for form in FORMATS.values() if fits(form)], ids=lambda form: form.name)
+def test_every_cache_line_of_a_block_is_prefetched(form: Format) -> None:
+    module = ir.Module()
+    byte_products.add_function(module, AVX2, form, ("*given", "*w", "*out", "*bias", "begin", "end", "K"))
+    calls = str(module).count('call void @"llvm.prefetch')
+    blocks = 1 + byte_products.STRIPS  # of the code for one row, and of that for several
+    first = 2  # one loop before each of them
+    assert calls >= first + blocks * math.ceil(form.nbytes * AVX2.lanes / 64)
