@@ -22,7 +22,7 @@ from smoe.models.spec import ModelSpec
 from smoe.policy.budget import Ledger
 from smoe.report.pace import UNKNOWN, Access, Pace, RunArithmetic, pace_of
 
-READING_SECONDS = 1.0
+READING_SECONDS = 0.5
 """How many seconds experts of the model are read, to measure the disk."""
 _COPIED = 6
 """The factor by which a copy from the page cache is slower than a plain read of memory, if each copy needs one system
