@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from smoe.policy.budget import full_bytes
 from smoe.presets import PRESETS, configure
 from smoe.report.forecast import forecast
 from smoe.report.on_clock import FIRST_TOKENS
-from smoe.report.outlook import Outlook, preset_of, with_preset
+from smoe.report.outlook import Outlook, budget_to_type, preset_of, with_preset
 from smoe.units import enough_to_type, parse_bytes, size_to_type
 from tests import oracle
 from tests.packs import pack_folder
@@ -53,6 +54,16 @@ def test_a_size_to_type_is_no_more_than_there_is(nbytes: int) -> None:
     assert 0.99 * nbytes <= parse_bytes(size_to_type(nbytes)) <= nbytes
     assert nbytes <= parse_bytes(enough_to_type(nbytes)) <= 1.01 * nbytes
     assert len(enough_to_type(nbytes).rstrip("MGiB").replace(".", "")) <= 4
+
+
+def test_the_typed_budget_holds_the_whole_model_if_the_plan_does(folder: Path) -> None:
+    config = configure(
+        "exact", context_tokens=oracle.CONTEXT, device="emulated", profile="rtx-4060-ti", resident_share=1
+    )
+    ledger = forecast(str(folder), config).ledger
+    least = full_bytes(ledger.demand)
+    assert parse_bytes(budget_to_type(replace(ledger, budget_bytes=least))) >= least
+    assert parse_bytes(budget_to_type(replace(ledger, budget_bytes=least - 1))) < least
 
 
 def test_a_pack_is_missing_until_it_is_there(folder: Path) -> None:

@@ -310,7 +310,7 @@ def _recommended(result: Forecast) -> list[str]:
     if result.is_emulated:
         machine = result.rates.source.split(",")[0].removeprefix("profile ")
         return [f"This command runs the model on {machine}; --memory sets the budget:"]
-    from smoe.units import size_to_type
+    from smoe.report.outlook import budget_to_type
 
     found = result.recommendation
     if found is None:
@@ -326,7 +326,7 @@ def _recommended(result: Forecast) -> list[str]:
     whole = "all experts" if ledger.resident_share == 1 else f"{ledger.resident_share:.0%} of the experts"
     return [
         f"This machine has {format_bytes(found.free_bytes)} free. With [bold]--memory "
-        f"{size_to_type(ledger.budget_bytes)}[/bold], expect {expected} tokens/s ({whole} in memory)."
+        f"{budget_to_type(ledger)}[/bold], expect {expected} tokens/s ({whole} in memory)."
     ]
 
 

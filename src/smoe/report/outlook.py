@@ -21,7 +21,7 @@ from smoe.models.described import Described
 from smoe.models.finish_spec import with_experts_of
 from smoe.models.packed import contents_in_precision
 from smoe.models.spec import ModelSpec
-from smoe.policy.budget import Ledger
+from smoe.policy.budget import Ledger, full_bytes
 from smoe.policy.registry import eviction_kind
 from smoe.presets import PRESETS
 from smoe.report.on_clock import (
@@ -36,7 +36,7 @@ from smoe.report.pace import UNTAUGHT_SPEEDS, Access, Pace, RunArithmetic, acces
 from smoe.report.step_times import work_of
 from smoe.report.usual_text import ANSWER_WORDS, PROMPT_TOKENS, TOKENS_A_WORD
 from smoe.simulator.synthetic import LEAST_REPETITIVE, MOST_REPETITIVE, SAYS, TYPICAL
-from smoe.units import identifier, plain_span, size_to_type
+from smoe.units import enough_to_type, identifier, plain_span, size_to_type
 
 LEAST_PLEASANT, MOST_PLEASANT = 2.0, 30.0
 """The thresholds of pleasant use: at least so many tokens per second, and at most so many seconds before an answer
@@ -307,10 +307,17 @@ def _others(subject: Subject, ledger: Ledger, asked: Case) -> Iterator[Case]:
         yield replace(subject, spec=spec, config=config, unlearned=()).case(divided, is_compared=True)[0]
 
 
+def budget_to_type(ledger: Ledger) -> str:
+    """Return a memory budget for the command line. It is rounded down, because it may be all the free memory; but the
+    least budget for the whole model is rounded up, because with less the run would not be the planned one."""
+    is_least = ledger.budget_bytes == full_bytes(ledger.demand)
+    return enough_to_type(ledger.budget_bytes) if is_least else size_to_type(ledger.budget_bytes)
+
+
 def _settings(subject: Subject, ledger: Ledger, asked: Case) -> dict[str, str]:
     """Return the options of the command line with which to run a case. Options with default values are left out."""
     config = subject.config
-    found = {"memory": size_to_type(ledger.budget_bytes)}
+    found = {"memory": budget_to_type(ledger)}
     if config.context_tokens is not None:
         found["context"] = str(config.context_tokens)
     if asked.preset not in ("exact", "own"):

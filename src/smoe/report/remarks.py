@@ -12,7 +12,7 @@ from smoe.simulator.synthetic import SAYS
 
 _UNTAUGHT = (
     "the speeds are wide ranges because no run of this model in precision {} on this machine is stored yet; one smoe "
-    "generate of 20 tokens or more makes them exact"
+    "generate of 20 tokens or more narrows them"
 )
 _TAUGHT = (
     "the speeds use times measured in earlier runs of this model in precision {}; rows of other precisions use this "
