@@ -25,7 +25,7 @@ def entered() -> list[str]:
     threading.setprofile(watch)
     sys.setprofile(watch)
     try:
-        model = from_pretrained("demo", memory="15MiB", device="cpu", context_tokens=512, prefill_tokens=256)
+        model = from_pretrained("demo", memory="16MiB", device="cpu", context_tokens=512, prefill_tokens=256)
     finally:
         sys.setprofile(None)
         threading.setprofile(None)

@@ -55,7 +55,7 @@ def passed() -> Iterator[Passed]:
 
     threading.setprofile(watch)
     try:
-        model = from_pretrained("demo", memory="15MiB", context_tokens=512, prefill_tokens=256, kernels="own-order")
+        model = from_pretrained("demo", memory="16MiB", context_tokens=512, prefill_tokens=256, kernels="own-order")
         with model.offload as engine, torch.no_grad(), pytest.MonkeyPatch.context() as patch:
             cache, ids = engine.new_cache(), torch.arange(50, 80).unsqueeze(0)
             model(input_ids=ids[:, :10], past_key_values=cache, use_cache=True, logits_to_keep=1)
