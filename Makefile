@@ -97,7 +97,7 @@ test-real: env
 LIMITED := tests/kernels tests/fastpath/test_linear.py tests/fastpath/test_attention.py tests/fastpath/test_norm.py \
            tests/fastpath/test_latent_attention.py tests/fastpath/test_convolution.py tests/compute/test_decode_experts.py
 # Quantised weights, and bf16 in our own order, have kernels for AVX2, too.
-OTHERS  := tests/compute/test_quantised_math.py tests/models/test_quantised_linear.py tests/load/test_choose_kernel.py tests/cluster/test_without_torch.py
+OTHERS  := tests/compute/test_quantised_math.py tests/models/test_quantised_linear.py tests/load/test_choose_kernel.py tests/cluster/test_without_torch.py tests/models/test_released.py
 EXACT   := tests/runtime/test_exactness.py tests/cli/test_verify.py
 AVX2    := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 SMOE_MAX_CPU_ISA=avx2
 CORE    := ONEDNN_MAX_CPU_ISA=AVX512_CORE

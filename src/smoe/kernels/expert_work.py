@@ -249,7 +249,9 @@ class ExpertWork:
         """Add tasks that multiply a matrix with several activation rows. `pairs`: for each row, its address and that of
         its outputs. `expert`: the number of the expert, and the address of its counter."""
         many, (n, packed_at) = self._shape.pool.many, expert
-        if many is not None and self._packed and len(pairs) > self._shape.pool.few_rows:
+        is_packed = many is not None and self._packed and matrix.products is None  # only bf16 matrices can be
+        if is_packed and len(pairs) > self._shape.pool.few_rows:
+            assert many is not None
             given = self._lists.add(pairs)
             task = PackedProduct(matrix, given, len(pairs), self._packed[n], wait_at, wait_for, packed_at)
             fields, units = many.fields(task, self.units, count_at)
