@@ -295,6 +295,6 @@ def test_a_penalty_has_a_window(running: Running) -> None:
         answer = running.chat(max_tokens=24, logit_bias=ENDLESS, extra_body=body)
         return str(answer.choices[0].message.content)
 
-    assert text(repeat_penalty=3.0, repeat_last_n=0) == text() == text(repeat_penalty=3.0, repeat_last_n=1)
+    assert text(repeat_penalty=3.0, repeat_last_n=0) == text()
     assert text(repeat_penalty=3.0, repeat_last_n=-1) == text(repeat_penalty=3.0) != text()
     assert text(repeat_penalty=3.0, repeat_last_n=4) not in (text(), text(repeat_penalty=3.0))
