@@ -69,16 +69,6 @@ def members_of(model: PreTrainedModel) -> dict[str, Any]:
     return {member.name: member for member in others.members}
 
 
-def assert_same(ours: oracle.Steps, alone: oracle.Steps, kernels: str) -> None:
-    """Bit for bit. But where our own order has a kernel for many rows, one machine adds the experts of a prompt in
-    float32, and a cluster adds them as torch does; a token that is near a tie may then be routed otherwise."""
-    if kernels == "own-order" and instruction_set() is not None:
-        error = (ours.prefill - alone.prefill).float().norm() / alone.prefill.float().norm()
-        assert error < 0.1, f"rounding makes 0.01 of it, with another route of one token 0.04: {error:.3f}"
-    else:
-        oracle.assert_same_steps(ours, alone)
-
-
 @pytest.mark.parametrize("kernels", ["native", "torch", "own-order"])
 def test_the_text_is_the_same(
     kernels: str, toy: Callable[..., Path], join: Join, open_model: Open, tmp_path: Path
@@ -95,7 +85,7 @@ def test_the_text_is_the_same(
     worker = join(folder, "small")
     for _ in range(2):
         model = open_model(folder, "minimum", kernels=kernels, cluster="test", cluster_timeout_seconds=30.0, **BY_TURNS)
-        assert_same(oracle.greedy(model), alone, kernels)
+        oracle.assert_same_steps(oracle.greedy(model), alone)
         (member,) = members_of(model).values()
         assert member.experts > 30, "it has computed"
         model.offload.close()
@@ -111,16 +101,17 @@ def test_beside_a_worker_with_torch(
 ) -> None:
     """Both compute; of one expert's many rows in our own order, whoever may."""
     promised.needs(widest() is not None, "own order needs llvmlite and AVX2")
-    folder = toy("qwen3_moe", **FITS)
-    prompt = oracle.PROMPT.repeat(1, 2)
-    alone = oracle.greedy(open_model(folder, "minimum", kernels="own-order"), prompt)
+    folder = toy("qwen3_moe", **FITS, max_position_embeddings=2048)
+    prompt = oracle.PROMPT.repeat(1, 2 if instruction_set() is None else 30)  # some experts get more rows than it takes
+    room: dict[str, Any] = {"context_tokens": 2 * prompt.shape[1], "kernels": "own-order"}
+    alone = oracle.greedy(open_model(folder, "minimum", **room), prompt)
     join(folder, "small")
     start(folder, 1)
     settings: dict[str, Any] = {"cluster": "test", "cluster_workers": 2, "cluster_timeout_seconds": 30.0}
-    model = open_model(folder, "minimum", kernels="own-order", **settings, **BY_TURNS)
-    assert_same(oracle.greedy(model, prompt), alone, "own-order")
+    model = open_model(folder, "minimum", **room, **settings, **BY_TURNS)
+    oracle.assert_same_steps(oracle.greedy(model, prompt), alone)
     members = members_of(model)
-    assert members["small"].most_rows < 1e9 < members["w0"].most_rows
+    assert members["small"].most_rows < prompt.shape[1] and members["w0"].most_rows > 1e9
     assert all(member.experts > 20 for member in members.values())
     assert not [record for record in caplog.records if "could not serve" in record.message]
 

@@ -31,13 +31,18 @@ class Expert(NamedTuple):
     outputs)."""
 
 
-def packed_rows_bytes(shape: TokenExperts, tokens: int) -> int:
-    """Return the bytes of memory for the packed rows of an expert with `tokens` tokens: first those of the tokens, and
-    then, in their place, those of the gated activation; 0 if so few rows are not packed."""
-    pool = shape.pool
-    if pool.many is None or tokens <= pool.few_rows:
+def packed_rows_bytes(shape: TokenExperts, expert: Expert) -> int:
+    """Return the bytes of memory for the packed rows of an expert: first those of its tokens, and then, in their place,
+    those of the gated activation; 0 if no rows are packed. Only many rows are, and only for bf16 matrices."""
+    pool, tokens = shape.pool, len(expert.places)
+    if pool.many is None or tokens <= pool.few_rows or not has_bf16(expert.matrices):
         return 0
     return pool.many.packed_bytes(tokens, max(shape.hidden, shape.inner))
+
+
+def has_bf16(matrices: Sequence[Matrix]) -> bool:
+    """Return whether one of the matrices is in bf16."""
+    return any(matrix.products is None for matrix in matrices)
 
 
 def byte_functions(matrices: Sequence[Matrix]) -> list[ByteFunctions]:
@@ -88,7 +93,7 @@ class ExpertWork:
     def pack_rows(self, packed: int) -> None:
         """Pack rows of experts with many tokens (`many_rows.py`) in the memory at the address `packed`, which has
         the sum of all `packed_rows_bytes`."""
-        sizes = [packed_rows_bytes(self._shape, len(expert.places)) for expert in self._experts]
+        sizes = [packed_rows_bytes(self._shape, expert) for expert in self._experts]
         self._packed = [packed + before for before in itertools.accumulate(sizes, initial=0)]
 
     def make_byte_rows(self, tokens: int) -> None:
@@ -108,15 +113,15 @@ class ExpertWork:
             self.layouts[functions.layout] = at, done, units
             at += size
         self._gated_byte_rows = at
-        self._begin_row_lists()
+        self._begin_row_lists(sum([len(expert.places) for expert in self._experts]))
 
-    def take_byte_rows(self, prepared: Mapping[Layout, int]) -> None:
-        """Use tokens that have been rounded to 8 bits already, at the addresses in `prepared`. Call either this method
-        or `make_byte_rows`."""
+    def take_byte_rows(self, prepared: Mapping[Layout, int], rows: int) -> None:
+        """Use tokens that have been rounded to 8 bits already, at the addresses in `prepared`. `rows`: the number of
+        rows of outputs, with those that this work only adds. Call either this method or `make_byte_rows`."""
         pool = self._shape.pool
         self.prepared = {layout: (at, pool.at_once, 0) for layout, at in prepared.items()}
         self._gated_byte_rows = pool.byte_rows(self._gated_bytes)
-        self._begin_row_lists()
+        self._begin_row_lists(rows)
 
     @property
     def _gated_bytes(self) -> int:
@@ -130,12 +135,11 @@ class ExpertWork:
             ]
         )
 
-    def _begin_row_lists(self) -> None:
+    def _begin_row_lists(self, rows: int) -> None:
         """Reserve memory for the lists of activation rows that machine code reads: one list for each matrix, and one
-        list of all rows."""
-        counts = [(len(expert.matrices), len(expert.places)) for expert in self._experts]
-        words = sum([matrices * (1 + 2 * rows) for matrices, rows in counts])
-        self._lists.begin(words + 1 + 2 * sum([rows for _, rows in counts]))
+        list of all `rows` rows of outputs."""
+        words = sum([len(expert.matrices) * (1 + 2 * len(expert.places)) for expert in self._experts])
+        self._lists.begin(words + 1 + 2 * rows)
 
     def ups(self) -> None:
         """Add tasks for the first matrix product of every expert (gate and up). The results go to scratch memory,
@@ -249,9 +253,7 @@ class ExpertWork:
         """Add tasks that multiply a matrix with several activation rows. `pairs`: for each row, its address and that of
         its outputs. `expert`: the number of the expert, and the address of its counter."""
         many, (n, packed_at) = self._shape.pool.many, expert
-        is_packed = many is not None and self._packed and matrix.products is None  # only bf16 matrices can be
-        if is_packed and len(pairs) > self._shape.pool.few_rows:
-            assert many is not None
+        if many is not None and self._packed and matrix.products is None and len(pairs) > self._shape.pool.few_rows:
             given = self._lists.add(pairs)
             task = PackedProduct(matrix, given, len(pairs), self._packed[n], wait_at, wait_for, packed_at)
             fields, units = many.fields(task, self.units, count_at)

@@ -108,7 +108,7 @@ class TokenExperts:
 
     def _packed_bytes(self, experts: Sequence[Expert]) -> int:
         """Return the bytes of memory for packed rows; 0 if no rows are packed."""
-        nbytes = sum([packed_rows_bytes(self, len(expert.places)) for expert in experts])
+        nbytes = sum([packed_rows_bytes(self, expert) for expert in experts])
         return nbytes + LINE if nbytes and not self.pool.rows_are_alone else 0
 
     def one_token(

@@ -21,7 +21,7 @@ import torch
 from smoe.bounds import INT8
 from smoe.kernels import tasks
 from smoe.kernels.byte_layout import Layout
-from smoe.kernels.expert_work import Expert, ExpertWork, byte_functions, packed_rows_bytes
+from smoe.kernels.expert_work import Expert, ExpertWork, byte_functions, has_bf16, packed_rows_bytes
 from smoe.kernels.experts import MOST_EXPERTS, TokenExperts
 from smoe.kernels.many_rows import LINE, MOST_MANY_ROWS, aligned
 from smoe.kernels.matrix import Matrix, added_rows
@@ -41,6 +41,14 @@ class Chosen(NamedTuple):
     matrices: Sequence[Matrix]
     tokens: Sequence[int]
     gains: Sequence[float]
+    outputs: torch.Tensor | None = None
+    """The expert's outputs for its tokens, [n, H] in bf16, if another compute unit has computed them. Then `matrices`
+    is empty."""
+
+    def part(self, begin: int, end: int) -> Chosen:
+        """Return the same expert for some of its tokens."""
+        outputs = None if self.outputs is None else self.outputs[begin:end]
+        return Chosen(self.matrices, self.tokens[begin:end], self.gains[begin:end], outputs)
 
 
 def has_byte_products(matrices: Sequence[Matrix]) -> bool:
@@ -63,7 +71,7 @@ class PromptExperts:
         """Memory for packed rows of one job."""
         has_packed = kernel.pool.many is not None and not kernel.pool.rows_are_alone
         self._many = kernel.pool.many if has_packed else None
-        self._most_rows = MOST_ROWS_OF_WORK if self._many is None else MOST_PACKED_ROWS_OF_WORK
+        self._most_rows = MOST_ROWS_OF_WORK
 
     def has_room(self, tokens: int) -> bool:
         """Return whether an expert with `tokens` tokens can be added before the next `flush`."""
@@ -74,6 +82,8 @@ class PromptExperts:
         """Add an expert, which the next `flush` computes. `has_room` must have returned True."""
         self._waiting.append(expert)
         self._rows += len(expert.tokens)
+        if self._many is not None and has_bf16(expert.matrices):
+            self._most_rows = MOST_PACKED_ROWS_OF_WORK
 
     def flush(self) -> int:
         """Compute all experts added since the last call, add their weighted outputs to `total`, and return the number
@@ -81,9 +91,9 @@ class PromptExperts:
         waiting = self._waiting
         self._waiting, self._rows = [], 0
         if len(waiting) == 1:  # an expert that most tokens have chosen
-            (matrices, tokens, gains), most = waiting[0], MOST_MANY_ROWS
-            for n in range(0, len(tokens), most):
-                self._compute([Chosen(matrices, tokens[n : n + most], gains[n : n + most])])
+            (expert,) = waiting
+            for n in range(0, len(expert.tokens), MOST_MANY_ROWS):
+                self._compute([expert.part(n, n + MOST_MANY_ROWS)])
         elif waiting:
             self._compute(waiting)
         return len(waiting)
@@ -91,8 +101,11 @@ class PromptExperts:
     def _compute(self, chosen: Sequence[Chosen]) -> None:
         rows = self._x.new_empty(sum(len(each.tokens) for each in chosen), self._x.shape[1])
         experts, first = [], 0
-        for matrices, tokens, _ in chosen:
-            experts.append(Expert(matrices, [(token, first + n) for n, token in enumerate(tokens)]))
+        for matrices, tokens, _, outputs in chosen:
+            if outputs is None:
+                experts.append(Expert(matrices, [(token, first + n) for n, token in enumerate(tokens)]))
+            else:
+                rows[first : first + len(tokens)] = outputs
             first += len(tokens)
         self._run(experts, rows, chosen)
 
@@ -101,9 +114,9 @@ class PromptExperts:
         self._make_byte_rows(experts)
         kernel.reserve(len(rows))
         work = ExpertWork(kernel, self._x.data_ptr(), rows.data_ptr(), experts)
-        work.take_byte_rows({layout: bytes_.data_ptr() for layout, bytes_ in self._byte_rows.items()})
+        work.take_byte_rows({layout: bytes_.data_ptr() for layout, bytes_ in self._byte_rows.items()}, len(rows))
         if self._many is not None:
-            nbytes = sum(packed_rows_bytes(kernel, len(each.places)) for each in experts)
+            nbytes = sum(packed_rows_bytes(kernel, each) for each in experts)
             work.pack_rows(aligned(self._memory(nbytes).data_ptr()))
         work.ups()
         work.downs()

@@ -247,8 +247,7 @@ class LayerCompute:
         given = routes_on_device([serve.routes for serve in plan.serves], width, self.device)
         counters = self.arrivals.counters
         started, before = self._now(), counters.elsewhere_seconds
-        elsewhere = [serve for serve in plan.serves if serve.unit != DEVICE]
-        handed_over = _HandedOver(elsewhere, self.units, Fetched(hidden), width) if elsewhere else None
+        handed_over = _HandedOver.of(plan, self.units, hidden, width)
         for computed, serve in enumerate(plan.serves, start=1):
             route, tokens = given[computed - 1]
             if handed_over is None or serve.unit == DEVICE:
@@ -276,19 +275,21 @@ class LayerCompute:
         total.index_add_(0, tokens, (y * gains).to(total.dtype))
 
     def _prompt_kernel(self, plan: LayerPlan) -> TokenExperts | None:
-        """Return the kernel that computes all experts of a prompt, or None if one of the experts needs
-        another kernel or another compute unit."""
-        kernels = [self.experts.math_of(serve.key).prompt_kernel for serve in plan.serves if serve.unit == DEVICE]
-        return kernels[0] if kernels and all(kernels) and len(kernels) == len(plan.serves) else None
+        """Return the kernel that computes a prompt's experts and adds their outputs, or None if one of the experts
+        needs another kernel."""
+        kernels = [self.experts.math_of(serve.key).prompt_kernel for serve in plan.serves]
+        return kernels[0] if kernels and all(kernels) else None
 
     def _prompt_by_kernel(
         self, plan: LayerPlan, kernel: TokenExperts, hidden: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Return the weighted sum of a plan's experts [T, H] for many tokens, by our kernels. Experts are
-        computed in ascending order; each call computes as many as are resident."""
+        computed in ascending order; each call computes as many as are resident. The outputs of other compute units are
+        added in the same way, so that the sum does not depend on where an expert is computed."""
         counters, width = self.arrivals.counters, top_k_weights.shape[1]
         started, before = self._now(), counters.elsewhere_seconds
         gains, prompt, computed = top_k_weights.flatten().tolist(), PromptExperts(kernel, hidden), 0
+        handed_over = _HandedOver.of(plan, self.units, hidden, width)
 
         def finish(done: int) -> int:
             """Release the slots of the next `done` experts. Return the number of all computed experts."""
@@ -297,12 +298,15 @@ class LayerCompute:
             return computed + done
 
         for serve in plan.serves:
-            if serve.waits or not prompt.has_room(len(serve.routes)):
+            waits = serve.waits if handed_over is None or serve.unit == DEVICE else not handed_over.is_done(serve)
+            if waits or not prompt.has_room(len(serve.routes)):
                 computed = finish(prompt.flush())
-            matrices = self.arrivals.weights_of(serve).matrices
-            prompt.add(
-                Chosen(matrices, [route // width for route in serve.routes], [gains[route] for route in serve.routes])
-            )
+            tokens, factors = [route // width for route in serve.routes], [gains[route] for route in serve.routes]
+            if handed_over is None or serve.unit == DEVICE:
+                prompt.add(Chosen(self.arrivals.weights_of(serve).matrices, tokens, factors))
+            else:
+                prompt.add(Chosen((), tokens, factors, self._from_unit(handed_over.under_way, serve)))
+                handed_over.go_on(serve.unit)
         finish(prompt.flush())
         counters.compute_seconds += self._now() - started - (counters.elsewhere_seconds - before)
         return prompt.total.to(hidden.dtype)
@@ -322,6 +326,18 @@ class _HandedOver:
         for _ in range(_HANDED_OVER):
             for unit in self._waiting:
                 self.go_on(unit)
+
+    @classmethod
+    def of(
+        cls, plan: LayerPlan, units: Mapping[int, ComputeUnit], hidden: torch.Tensor, width: int
+    ) -> _HandedOver | None:
+        """Return those of a plan; None if the device computes all experts."""
+        elsewhere = [serve for serve in plan.serves if serve.unit != DEVICE]
+        return cls(elsewhere, units, Fetched(hidden), width) if elsewhere else None
+
+    def is_done(self, serve: Serve) -> bool:
+        """Return whether the unit has computed this expert, which is under way."""
+        return self.under_way[serve.key].done()
 
     def go_on(self, unit: int) -> None:
         """Submit the next of the prompt's experts to a compute unit, if one is left for it."""
