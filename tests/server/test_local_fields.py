@@ -291,10 +291,16 @@ def test_the_end_token_can_be_ignored(running: Running) -> None:
 
 
 def test_a_penalty_has_a_window(running: Running) -> None:
+    def tokens(**body: Any) -> list[str]:
+        answer = running.chat(max_tokens=24, logit_bias=ENDLESS, logprobs=True, extra_body=body)
+        return [each.token for each in answer.choices[0].logprobs.content]
+
     def text(**body: Any) -> str:
-        answer = running.chat(max_tokens=24, logit_bias=ENDLESS, extra_body=body)
-        return str(answer.choices[0].message.content)
+        return "".join(tokens(**body))
 
     assert text(repeat_penalty=3.0, repeat_last_n=0) == text()
+    plain, after = tokens(), tokens(repeat_penalty=3.0, repeat_last_n=1)
+    again = next((n for n in range(1, len(plain)) if plain[n] == plain[n - 1]), len(plain))
+    assert (after[:again] == plain[:again] and after[again : again + 1] != plain[again : again + 1]) or after == plain
     assert text(repeat_penalty=3.0, repeat_last_n=-1) == text(repeat_penalty=3.0) != text()
     assert text(repeat_penalty=3.0, repeat_last_n=4) not in (text(), text(repeat_penalty=3.0))
