@@ -85,7 +85,7 @@ def read_once_locality() -> int:
     return 0 if cpu_has(*_ZEN_5) else 2
 
 
-def prefetches_rows() -> bool:
+def cpu_prefetches_rows() -> bool:
     """Return whether this CPU itself prefetches rows that are read in order faster than code does.
 
     It was measured on Zen 4 (two threads, bf16 with AVX2): 33 GB/s without prefetches of ours, 29 with them.

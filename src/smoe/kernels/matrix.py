@@ -12,7 +12,7 @@ from smoe.formats.activations import fits as activations_fit
 from smoe.formats.base import Format
 from smoe.formats.interleaved import interleaved, words_of
 from smoe.kernels.byte_layout import Layout
-from smoe.kernels.isa import Isa, prefetches_rows, widest
+from smoe.kernels.isa import Isa, cpu_prefetches_rows, widest
 from smoe.kernels.jit import Source, address_of, compile_functions
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def own_order() -> Products | None:
         return None
     from smoe.kernels import own_order
 
-    source = Source(own_order.module_of, (isa, not prefetches_rows()))
+    source = Source(own_order.module_of, (isa, not cpu_prefetches_rows()))
     one, two, four = _addresses(source, [own_order.products_name(rows) for rows in _ROWS])
     return Products((one, two, four), None)
 

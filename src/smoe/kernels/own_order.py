@@ -43,7 +43,7 @@ def products_name(rows: int) -> str:
 def module_of(isa: Isa, prefetches: bool = True) -> str:
     """Return the LLVM text of the functions `products_bf16_1`, `_2` and `_4`. K must be a multiple of 32.
 
-    `prefetches`: prefetch the weights. Otherwise the CPU does (`isa.prefetches_rows`), and one activation row is
+    `prefetches`: prefetch the weights. Otherwise the CPU does (`isa.cpu_prefetches_rows`), and one activation row is
     multiplied with two distant rows of the matrix at a time, one from each half of the outputs: two streams keep more
     cache lines in flight.
     """
