@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
     from smoe.cli.summary import RunSetup
     from smoe.generation.detokenizer import OnText
-    from smoe.generation.generate import Answer
+    from smoe.generation.generate import Answer, Generation
     from smoe.generation.sampling_settings import Sampling
+    from smoe.report.hindsight import Foretold
+    from smoe.report.prompt_layers import PromptLayers
     from smoe.report.run import RunReport
 
 EPILOG = """Examples:
@@ -184,7 +186,7 @@ def _run(
     watch: bool,
 ) -> tuple[RunReport, RunSetup]:
     """Generate, and return the report and the engine's setup for the summary."""
-    from smoe.cli.console import Patience, doing, warn
+    from smoe.cli.console import Patience, warn
 
     config = engine.config(len(texts))
     if tpot is not None and config.prices_answers:
@@ -198,7 +200,6 @@ def _run(
     from smoe.cli.session import loaded_with_tokenizer
     from smoe.cli.summary import setup_of
     from smoe.generation.generate import generate
-    from smoe.models.files import fetch
     from smoe.report.prompt_layers import PromptLayers
     from smoe.report.run import report_on
 
@@ -230,12 +231,21 @@ def _run(
             warn(text)
         report = report_on(generation, ready)
         if not generation.was_interrupted:  # after an interrupt, the command should end without another second of work
-            with doing("comparing the run with its forecast"):
-                from smoe.report.hindsight import look_back  # imports the simulator, after the text is printed
-
-                foretold = look_back(ready, generation, fetch(model, engine.revision), layers)
-                report = replace(report, forecast=foretold)
+            report = replace(report, forecast=_foretold(model, engine.revision, ready, generation, layers))
         return report, setup_of(offload, has_template=tokenizer.chat_template is not None)
+
+
+def _foretold(
+    model: str, revision: str | None, ready: PreTrainedModel, generation: Generation, layers: PromptLayers
+) -> Foretold | None:
+    """Return the forecast with which the summary compares the run, and store the run's times for later forecasts."""
+    from smoe.cli.console import doing
+    from smoe.models.files import fetch
+
+    with doing("comparing the run with its forecast"):
+        from smoe.report.hindsight import look_back  # imports the simulator, after the text is printed
+
+        return look_back(ready, generation, fetch(model, revision), layers)
 
 
 def _identity(model: str, sampling: SamplingOptions) -> dict[str, object]:

@@ -107,13 +107,6 @@ def times_for(
             seconds += (1 - in_host) * nbytes / machine.disk_bytes_per_second
         return seconds / faster_reads
 
-    def first_load() -> float | None:
-        """Return the time with faster reads too: only the time of reading is divided."""
-        if pace.first_load is None:
-            return None
-        reading = min(pace.first_load, load(work.expert_bytes) * faster_reads)
-        return pace.first_load - reading * (1 - 1 / faster_reads)
-
     @cache
     def expert(rows: int) -> float:
         if rows == 1 and pace.expert is not None:
@@ -145,8 +138,16 @@ def times_for(
         low_load=load(work.low_bytes) if work.low_bytes else 0.0,
         in_chunks=1.0 if machine.has_link or work.expert_bytes <= CHUNK_BYTES else _IN_CHUNKS,
         alone=1.0 if machine.has_link else ALONE,
-        first_load=first_load(),
+        first_load=_first_load(pace, load(work.expert_bytes) * faster_reads, faster_reads),
     )
+
+
+def _first_load(pace: Pace, reading: float, faster_reads: float) -> float | None:
+    """Return the time of a load into memory that is used for the first time, with reads that are `faster_reads` times
+    as fast: only the time of reading, `reading` seconds, is divided. None if it was not measured."""
+    if pace.first_load is None:
+        return None
+    return pace.first_load - min(pace.first_load, reading) * (1 - 1 / faster_reads)
 
 
 def _share_in_host(machine: DeviceProfile, work: Work, host_bytes: int | None) -> float:
