@@ -3,7 +3,7 @@
     strip      two registers of outputs: 16 rows of the matrix if a register has 8 numbers
     tile       a part of the strip along K, unpacked once: codes in bytes, four of each output together
                    | 4 codes of output 0 | 4 codes of output 1 | ... | then the next four along K
-    product    tile x two rows of activations at a time; four bytes of a row are copied to all outputs:
+    product    tile x two or four rows of activations at a time; four bytes of a row are copied to all outputs:
                    sums += codes . bytes                        exact, in integers
                    per group:    total += scale * (gain * (sums - zero * sum of bytes) - offset * sum of bytes)
 
@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
+from smoe.cpu_isa import X86
 from smoe.formats.base import Format, Group, Points, Run
 from smoe.kernels.block_columns import PIECE, Columns, InterleavedColumns, is_in_planes
 from smoe.kernels.builder import Code
@@ -47,6 +48,12 @@ _PINNED = 8
 registers are in use."""
 _MOST_IN_16_BITS = 128
 """The largest code c for which 2 * 127 * c fits in a signed 16-bit number."""
+_TOGETHER = (2, 1)
+"""The numbers of activation rows that are multiplied with a tile together: as many as possible of the first number,
+then of the next."""
+_TOGETHER_WITHOUT_DOTS = (4, 2, 1)
+"""The same on x86 without an instruction for dot products of bytes. The codes that were loaded then serve four rows,
+which takes a tenth less time; with the instruction it makes no difference (docs/log/kernels.md)."""
 
 
 class _Codes(NamedTuple):
@@ -134,6 +141,8 @@ class _Products:
         self.codes = codes_of(code.isa, form)
         self.is_in_planes = is_in_planes(code.isa, form)
         self.has_offsets = form.minimum is not None
+        self.has_dots = code.isa.has_int8_dots or code.isa.family != X86
+        self.together = _TOGETHER if self.has_dots else _TOGETHER_WITHOUT_DOTS
         self.given, self.w, _, self.bias, self.first, self.end, self.columns = code.arguments
         build, lanes = code.build, code.isa.lanes
         self.rows = code.load(LONG, self.given)
@@ -326,9 +335,12 @@ class _Products:
         count = build.select(is_more, left, code.number(self.tile_blocks))
         for strip in range(STRIPS):
             self._unpack(build.add(n, code.number(strip * code.isa.lanes)), b, count, strip)
-        pairs = build.sub(self.rows, build.and_(self.rows, code.number(1)))
-        code.loop(code.number(0), pairs, 2, [], lambda m, _: self._multiply(m, b, count, 2))
-        code.loop(pairs, self.rows, 1, [], lambda m, _: self._multiply(m, b, count, 1))
+        begin = code.number(0)
+        for rows in self.together:
+            left = build.urem(build.sub(self.rows, begin), code.number(rows))
+            end = build.sub(self.rows, left)
+            code.loop(begin, end, rows, [], lambda m, _, rows=rows: self._multiply(m, b, count, rows))
+            begin = end
         return []
 
     def _unpack(self, n: Value, b: Value, count: Value, strip: int) -> None:
@@ -460,6 +472,8 @@ class _Products:
                 )
                 for r, x in enumerate(bytes_):
                     sums[r * STRIPS + strip].add(codes, x)
+            for each in () if self.has_dots else sums:
+                each.pin()
         return [each.total() for each in sums]
 
     def _store_outputs(self, n: Value, strips: int) -> None:
