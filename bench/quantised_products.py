@@ -117,7 +117,7 @@ def _in_bytes(
     functions["rows"](x.data_ptr(), None, rows.data_ptr(), None, 0, count, COLUMNS)
     lists = RowLists()
     lists.begin(1 + 2 * count)
-    given = lists.add([(row.data_ptr(), to.data_ptr()) for row, to in zip(rows, out, strict=True)])
+    given = lists.add([row.data_ptr() for row in rows], [to.data_ptr() for to in out])
 
     def product(end: int) -> None:
         assert rows.data_ptr() and lists  # memory that `given` refers to

@@ -149,7 +149,7 @@ def _products_in_bytes(
     out = torch.full((len(bytes_), len(data)), float("nan"), dtype=torch.bfloat16)
     lists = RowLists()
     lists.begin(1 + 2 * len(out))
-    given = lists.add([(row.data_ptr(), to.data_ptr()) for row, to in zip(bytes_, out, strict=True)])
+    given = lists.add([row.data_ptr() for row in bytes_], [to.data_ptr() for to in out])
     bias_at = None if bias is None else bias.data_ptr()
     end = len(data) if end is None else end
     functions["products"](given, data.ctypes.data, None, bias_at, begin, end, columns)

@@ -70,8 +70,8 @@ def speed_up(
         if type(module) is nn.Linear:
             kinds.setdefault((module.weight.shape, module.bias is not None), []).append(module)
     parts = {
-        kind: verdicts.of("linear", _subject(pool, some[0].weight, kind[1]), partial(_part_of, pool, some[0]))
-        for kind, some in kinds.items()
+        kind: verdicts.of("linear", _subject(pool, one.weight, kind[1]), partial(_part_of, pool, one.weight, one.bias))
+        for kind, (one, *_) in kinds.items()
     }
     adopted = quantised = multiply_codes(model, pool, activations)
     parts_of: dict[nn.Module, int] = {}
@@ -91,11 +91,13 @@ def speed_up(
     return Adopted(adopted / total, parts_of, quantised / total) if total else Adopted(0.0, parts_of)
 
 
-def _part_of(pool: SpinningPool, module: nn.Linear) -> int | None:
-    weight, bias = module.weight.t(), module.bias
-    has_many = pool.many is None or agrees_on_many_rows(pool, weight, bias)
-    has_few = pool.many is None or all(agrees_on_rows(pool, weight, rows) for rows in (2, MOST_ROWS))
-    return part_that_agrees(pool, weight, bias) if has_many and has_few else None
+def _part_of(pool: SpinningPool, weight: torch.Tensor, bias: torch.Tensor | None = None) -> int | None:
+    """Return the `Product.part` with which our kernel may multiply rows with `weight` [N, K]; None if there is none. If
+    the pool multiplies several rows, too, these products are also examined."""
+    matrix = weight.t()
+    has_many = pool.many is None or agrees_on_many_rows(pool, matrix, bias)
+    has_few = pool.many is None or all(agrees_on_rows(pool, matrix, rows) for rows in (2, MOST_ROWS))
+    return part_that_agrees(pool, matrix, bias) if has_many and has_few else None
 
 
 def _subject(pool: SpinningPool, weight: torch.Tensor, *more: object) -> tuple[object, ...]:
@@ -210,12 +212,15 @@ def _seconds(job: Callable[[], object]) -> float:
 
 
 class RouterWeight(torch.Tensor):
-    """A router's weight: an ordinary parameter, except that our kernel computes its product with one row."""
+    """A router's weight: an ordinary parameter, except that our kernel computes its product with one row, and with
+    several where the pool multiplies many rows."""
 
     one_row: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """The product for one row: (x [..., K], weight [N, K]) -> [..., N]."""
     each_row: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """The product for several rows, each with the bits that it has alone."""
+    several_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
+    """The product for several rows in our own order of sums; None if torch computes it."""
     pool: SpinningPool
     part: int
     """The `Product.part` of its product."""
@@ -232,6 +237,8 @@ class RouterWeight(torch.Tensor):
                         return weight.one_row(x.contiguous(), weight)
                     if weight.pool.rows_are_alone:
                         return weight.each_row(x.contiguous(), weight)
+                    if weight.several_rows is not None:
+                        return weight.several_rows(x.contiguous(), weight)
             return func(*args, **(kwargs or {}))
 
 
@@ -242,11 +249,13 @@ def _speed_up_routers(pool: SpinningPool, routers: Iterable[nn.Module], verdicts
         weight = getattr(router, "weight", None)
         if type(router) is nn.Linear or not isinstance(weight, nn.Parameter):
             continue
-        part = verdicts.of("router", _subject(pool, weight), partial(part_that_agrees, pool, weight.t()))
+        part = verdicts.of("router", _subject(pool, weight), partial(_part_of, pool, weight))
         if part is not None:
             ours = weight.detach().as_subclass(RouterWeight)
             ours.one_row = partial(_one_row, bias=None, pool=pool, part=part)
             ours.each_row = partial(_each_row, bias=None, pool=pool, part=part)
+            many = pool.many
+            ours.several_rows = None if many is None else partial(_several_rows, bias=None, pool=pool, many=many)
             ours.pool, ours.part = pool, part
             ours._is_param = True  # type: ignore[attr-defined]
             router.weight = ours

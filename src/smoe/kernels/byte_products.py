@@ -337,11 +337,16 @@ class _Products:
             self._unpack(build.add(n, code.number(strip * code.isa.lanes)), b, count, strip)
         begin = code.number(0)
         for rows in self.together:
-            left = build.urem(build.sub(self.rows, begin), code.number(rows))
-            end = build.sub(self.rows, left)
-            code.loop(begin, end, rows, [], lambda m, _, rows=rows: self._multiply(m, b, count, rows))
-            begin = end
+            begin = self._multiply_all(begin, b, count, rows)
         return []
+
+    def _multiply_all(self, begin: Value, b: Value, count: Value, rows: int) -> Value:
+        """Multiply the activation rows from `begin` on, `rows` at a time, with the tile, which begins at block `b`.
+        Return the number of the first row that is left."""
+        code, build = self.code, self.code.build
+        end = build.sub(self.rows, build.urem(build.sub(self.rows, begin), code.number(rows)))
+        code.loop(begin, end, rows, [], lambda m, _: self._multiply(m, b, count, rows))
+        return end
 
     def _unpack(self, n: Value, b: Value, count: Value, strip: int) -> None:
         """Build the code that unpacks `count` blocks, from block `b` on, of `lanes` outputs from output `n` on, into

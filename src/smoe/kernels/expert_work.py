@@ -147,10 +147,13 @@ class ExpertWork:
         inner, hidden, x, at_once = self._shape.inner, self._shape.hidden, self._x, self._shape.pool.at_once
         wide, count = self._shape.wide_at, self._counts
         for n, (matrices, places) in enumerate(self._experts):
-            before, column = self.units, wide
+            before, column, byte_rows = self.units, wide, dict[Layout, list[int]]()
             for matrix in matrices[:-1]:
                 if matrix.products is not None and matrix.products.in_bytes is not None:
-                    self._up_in_bytes(matrix, matrix.products.in_bytes, places, column, count)
+                    layout = matrix.products.in_bytes.layout
+                    if layout not in byte_rows:  # gate and up have the same rows
+                        byte_rows[layout] = self._byte_rows_of(layout, places)
+                    self._up_in_bytes(matrix, matrix.products.in_bytes, byte_rows[layout], column, count)
                 elif len(places) == 1:
                     self._row(matrix, at_once, 0, count, x + 2 * hidden * places[0][0], column)
                 else:
@@ -161,13 +164,19 @@ class ExpertWork:
             wide += 4 * inner * len(places)
             count += 8
 
+    def _byte_rows_of(self, layout: Layout, places: Sequence[tuple[int, int]]) -> list[int]:
+        """Return the addresses of an expert's tokens in 8 bits."""
+        begin, _, _ = (self.prepared or self.layouts)[layout]
+        stride = layout.nbytes(self._shape.hidden)
+        return [begin + stride * token for token, _ in places]
+
     def _up_in_bytes(
-        self, matrix: Matrix, functions: ByteFunctions, places: Sequence[tuple[int, int]], column: int, count: int
+        self, matrix: Matrix, functions: ByteFunctions, rows: Sequence[int], column: int, count: int
     ) -> None:
-        rows, done, units = (self.prepared or self.layouts)[functions.layout]
-        stride, wide = functions.layout.nbytes(matrix.columns), 4 * self._shape.inner
-        pairs = [(rows + stride * token, column + wide * i) for i, (token, _) in enumerate(places)]
-        self._byte_products(matrix, functions, pairs, (done, units), count)
+        _, done, units = (self.prepared or self.layouts)[functions.layout]
+        wide = 4 * self._shape.inner
+        outputs = range(column, column + wide * len(rows), wide)
+        self._byte_products(matrix, functions, self._lists.add(rows, outputs), (done, units), count)
 
     def _down_in_bytes(
         self,
@@ -185,20 +194,21 @@ class ExpertWork:
         self.fields += (wide, shape.table_at, rows, shape.inner, 0)
         units = -(-len(places) // size)
         self.units += units
-        stride = functions.layout.nbytes(shape.inner)
+        stride, out, out_bytes = functions.layout.nbytes(shape.inner), self._out, 2 * shape.hidden
         self._gated_byte_rows += stride * len(places)
-        pairs = [(rows + stride * i, self._out + 2 * shape.hidden * row) for i, (_, row) in enumerate(places)]
-        self._byte_products(matrix, functions, pairs, (count, ups + units), shape.pool.nowhere)
+        outputs = [out + out_bytes * row for _, row in places]
+        given = self._lists.add(range(rows, self._gated_byte_rows, stride), outputs)
+        self._byte_products(matrix, functions, given, (count, ups + units), shape.pool.nowhere)
 
     def _byte_products(
         self,
         matrix: Matrix,
         functions: ByteFunctions,
-        pairs: Sequence[tuple[int, int]],
+        given: int,
         wait: tuple[int, int],
         count_at: int,
     ) -> None:
-        given = self._lists.add(pairs)
+        """Add tasks that multiply a matrix with rows in 8 bits. `given`: the address of the list of rows."""
         self.fields += (self.units, matrix.outputs, self._byte_size, tasks.FORMAT, *wait, count_at, functions.products)
         self.fields += (given, matrix.address, 0, matrix.columns, 0)
         self.units += -(-matrix.outputs // self._byte_size)
@@ -254,7 +264,7 @@ class ExpertWork:
         its outputs. `expert`: the number of the expert, and the address of its counter."""
         many, (n, packed_at) = self._shape.pool.many, expert
         if many is not None and self._packed and matrix.products is None and len(pairs) > self._shape.pool.few_rows:
-            given = self._lists.add(pairs)
+            given = self._lists.add(*zip(*pairs, strict=True))
             task = PackedProduct(matrix, given, len(pairs), self._packed[n], wait_at, wait_for, packed_at)
             fields, units = many.fields(task, self.units, count_at)
             self.fields += fields
@@ -281,7 +291,8 @@ class ExpertWork:
         """Add a task that begins after all products. It adds each row of outputs, times the row's gain, to the total
         whose address is the row's entry in `totals`."""
         pool, hidden, before = self._shape.pool, self._shape.hidden, self.units
-        given = self._lists.add([(self._out + 2 * hidden * n, total) for n, total in enumerate(totals)])
+        rows = range(self._out, self._out + 2 * hidden * len(totals), 2 * hidden)
+        given = self._lists.add(rows, totals)
         self.fields += (self.units, hidden, _SUM_UNIT, tasks.FORMAT, pool.finished, before, pool.nowhere, function)
         self.fields += (given, gains, 0, hidden, 0)
         self.units += -(-hidden // _SUM_UNIT)

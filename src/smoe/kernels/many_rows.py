@@ -122,9 +122,11 @@ class ManyRows:
         # the memory ends with the product: workspace that no pass uses is lent to experts (`runtime/reserve.py`)
         memory = x.new_empty((self.packed_bytes(rows, columns) + LINE) // x.itemsize)
         pool.row_lists.begin(1 + 2 * rows)
-        places = zip(range(x.data_ptr(), x.data_ptr() + 2 * columns * rows, 2 * columns),
-                     range(out.data_ptr(), out.data_ptr() + 2 * outputs * rows, 2 * outputs), strict=True)  # fmt: skip
-        given, done = pool.row_lists.add(list(places)), pool.word(tasks.PROGRESS)
+        x_at, out_at = x.data_ptr(), out.data_ptr()
+        given = pool.row_lists.add(
+            range(x_at, x_at + 2 * columns * rows, 2 * columns), range(out_at, out_at + 2 * outputs * rows, 2 * outputs)
+        )
+        done = pool.word(tasks.PROGRESS)
         task = PackedProduct(
             Matrix(matrix.data_ptr(), outputs, columns), given, rows, aligned(memory.data_ptr()), pool.at_once, 0, done
         )

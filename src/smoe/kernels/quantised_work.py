@@ -89,11 +89,12 @@ class QuantisedWork:
     def _add(self, target: Target) -> None:
         matrix, out, stride, bias = target
         products, columns, rows = matrix.products, matrix.columns, range(self._rows)
+        outputs = range(out, out + stride * self._rows, stride)
         assert products is not None
         if products.in_bytes is not None:
             begin, done, units = self.layouts[products.in_bytes.layout]
             row_bytes = products.in_bytes.layout.nbytes(columns)
-            given = self._pool.row_lists.add([(begin + row_bytes * n, out + stride * n) for n in rows])
+            given = self._pool.row_lists.add(range(begin, begin + row_bytes * self._rows, row_bytes), outputs)
             self._task(matrix, products.in_bytes.products, given, 0, bias, self._byte_unit, (done, units))
         elif self._rows == 1 or self._pool.rows_are_alone:
             for n in rows:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -116,11 +115,14 @@ class RowLists:
             self._address = ctypes.addressof(self._words)
         self._used = 0
 
-    def add(self, pairs: Sequence[tuple[int, int]]) -> int:
-        """Store a list, which takes 1 + 2 * rows words. Return its address."""
-        place, count = self._used, 1 + 2 * len(pairs)
+    def add(self, rows: Sequence[int], products: Sequence[int]) -> int:
+        """Store a list, which takes 1 + 2 * rows words. Return its address. `rows` and `products`: for each activation
+        row, its address and that of its product."""
+        place, count = self._used, 1 + 2 * len(rows)
+        words = [len(rows)] * count
+        words[1::2], words[2::2] = rows, products
+        struct.pack_into(f"{count}q", self._words, 8 * place, *words)
         self._used += count
-        struct.pack_into(f"{count}q", self._words, 8 * place, len(pairs), *itertools.chain.from_iterable(pairs))
         return self._address + 8 * place
 
 

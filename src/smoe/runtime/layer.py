@@ -277,7 +277,8 @@ class LayerCompute:
     def _prompt_kernel(self, plan: LayerPlan) -> TokenExperts | None:
         """Return the kernel that computes a prompt's experts and adds their outputs, or None if one of the experts
         needs another kernel."""
-        kernels = [self.experts.math_of(serve.key).prompt_kernel for serve in plan.serves]
+        formats = {serve.key[2] for serve in plan.serves}
+        kernels = [self.experts.maths[plan.layer, each].prompt_kernel for each in formats]
         return kernels[0] if kernels and all(kernels) else None
 
     def _prompt_by_kernel(
