@@ -77,7 +77,7 @@ def check(form: Format, data, x: torch.Tensor, ours: torch.Tensor) -> None:
 def test_products_are_those_of_x_in_8_bits(form, functions, blocks: int) -> None:
     columns = columns_of(form, blocks)
     data = random_rows(form, ROWS, columns, blocks)
-    for rows in (1, 2, 3, 7):
+    for rows in (1, 2, 3, 4, 5, 7, 9):
         x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(blocks)).bfloat16()
         check(form, data, x, multiplied_in_bytes(form, functions, data, x))
 
@@ -133,14 +133,14 @@ def test_a_bias_is_added_before_rounding(form, functions) -> None:
 def test_bits_depend_on_nothing_that_is_computed_with_them(form, functions) -> None:
     """Rows of the matrix and rows of x alone, or several at once; more columns than a tile has."""
     columns = columns_of(form, -(-(TILE_COLUMNS + form.numbers) // form.numbers))
-    data, x = random_rows(form, 19, columns, 7), torch.randn(5, columns).bfloat16()
+    data, x = random_rows(form, 19, columns, 7), torch.randn(11, columns).bfloat16()
     single = torch.cat([multiplied_in_bytes(form, functions, data, row) for row in x.split(1)])
     check(form, data, x, single)
     for n in (0, 7, 18):
         alone = multiplied_in_bytes(form, functions, data, x[:2], n, n + 1)
         assert torch.equal(alone[:, n], single[:2, n])
         assert bool(alone[:, [i for i in range(19) if i != n]].isnan().all()), "outputs that were not asked for"
-    for count in (2, 3, 5):
+    for count in (2, 3, 4, 5, 8, 9, 11):
         assert torch.equal(multiplied_in_bytes(form, functions, data, x[:count]), single[:count])
 
 
@@ -160,6 +160,6 @@ def test_every_cache_line_of_a_block_is_prefetched(form: Format) -> None:
     module = ir.Module()
     byte_products.add_function(module, AVX2, form, ("*given", "*w", "*out", "*bias", "begin", "end", "K"))
     calls = str(module).count('call void @"llvm.prefetch')
-    blocks = 1 + byte_products.STRIPS  # of the code for one row, and of that for several
+    blocks = len(byte_products.FEW_TOGETHER) + byte_products.STRIPS  # of the code for few rows, and of that for many
     first = 2  # one loop before each of them
     assert calls >= first + blocks * math.ceil(form.nbytes * AVX2.lanes / 64)

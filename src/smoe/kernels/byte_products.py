@@ -7,7 +7,9 @@
                    sums += codes . bytes                        exact, in integers
                    per group:    total += scale * (gain * (sums - zero * sum of bytes) - offset * sum of bytes)
 
-A code is unpacked once for all rows, in a few instructions for 32 codes, so even a single row is limited by memory
+    few rows   no tile: codes are multiplied with up to four rows of activations while they are in registers
+
+A code is unpacked once for all rows of a tile, in a few instructions for 32 codes, so a few rows are limited by memory
 bandwidth. Each output is summed in one lane from beginning to end, so its bits depend neither on the number of rows nor
 on other outputs. The order of sums depends on format and instruction set (grade E1). Rows are rounded as `byte_rows.py`
 describes; apart from that, only the sums over groups are rounded.
@@ -15,7 +17,7 @@ describes; apart from that, only the sums over groups are rounded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -43,17 +45,20 @@ with one strip and 39 with two, Q4_K at 48 with one and up to 72 with two.
 _HALF = 8
 """Half of the number of lanes of the widest registers."""
 _LINE = 64
-_PINNED = 8
-"""The number of elements of each row after which instructions are not moved across a point in the code, so that fewer
-registers are in use."""
+_PINNED, _PINNED_ROWS = 8, 4
+"""The number of elements of a row after which instructions are not moved across a point in the code, so that fewer
+registers are in use: for one activation row, and for several."""
+_FEW, _FEW_BY_PAIRS = 8, 4
+"""The largest number of activation rows that are multiplied without a tile. The second number is for unsigned codes on
+CPUs that multiply by pairs (`_Products.by_pairs`)."""
+FEW_TOGETHER = (4, 3, 2, 1)
+"""The numbers of activation rows for which a code is then unpacked once: as many as possible of the first number, then
+of the next."""
+_TOGETHER, _TOGETHER_BY_PAIRS = (2, 1), (4, 2, 1)
+"""The numbers of activation rows that are multiplied with a tile at a time. With pairs, codes that were loaded serve
+four rows, which takes a tenth less time; otherwise it makes no difference (docs/log/kernels.md)."""
 _MOST_IN_16_BITS = 128
 """The largest code c for which 2 * 127 * c fits in a signed 16-bit number."""
-_TOGETHER = (2, 1)
-"""The numbers of activation rows that are multiplied with a tile together: as many as possible of the first number,
-then of the next."""
-_TOGETHER_WITHOUT_DOTS = (4, 2, 1)
-"""The same on x86 without an instruction for dot products of bytes. The codes that were loaded then serve four rows,
-which takes a tenth less time; with the instruction it makes no difference (docs/log/kernels.md)."""
 
 
 class _Codes(NamedTuple):
@@ -102,7 +107,7 @@ def add_function(module: ir.Module, isa: Isa, form: Format, arguments: Sequence[
     """
     if _has_wide_strips(isa, form):
         half = Code(module, replace(isa, lanes=isa.lanes // 2), _one_row_name(form), arguments)
-        _Products(half, form).build_one_row()
+        _Products(half, form).build_few_rows((1,))
         half.end()
     code = Code(module, isa, function_name(form), arguments)
     _Products(code, form).build()
@@ -130,6 +135,11 @@ def _bytes_of(run: Run, i: int) -> list[int]:
     return [field.byte + i for field in reversed(fields)]
 
 
+def _without_numbers(multiply: Callable[[Value, int], list[Value]], rows: int) -> Callable[..., list[Value]]:
+    """Return a body for `Code.loop` that ignores the loop's numbers."""
+    return lambda m, _: multiply(m, rows)
+
+
 class _Products:
     """Builds the function `byte_products_F`, which multiplies 8-bit activation rows with a quantized matrix, for one
     format F."""
@@ -141,8 +151,10 @@ class _Products:
         self.codes = codes_of(code.isa, form)
         self.is_in_planes = is_in_planes(code.isa, form)
         self.has_offsets = form.minimum is not None
-        self.has_dots = code.isa.has_int8_dots or code.isa.family != X86
-        self.together = _TOGETHER if self.has_dots else _TOGETHER_WITHOUT_DOTS
+        self.by_pairs = code.isa.family == X86 and not code.isa.has_int8_dots
+        """Whether sums of two products are added in 16 bits, for want of an instruction for dot products of bytes."""
+        self.few = _FEW_BY_PAIRS if self.by_pairs and not self.codes.is_signed else _FEW
+        self.together = _TOGETHER_BY_PAIRS if self.by_pairs else _TOGETHER
         self.given, self.w, _, self.bias, self.first, self.end, self.columns = code.arguments
         build, lanes = code.build, code.isa.lanes
         self.rows = code.load(LONG, self.given)
@@ -163,22 +175,28 @@ class _Products:
         self.last = build.sub(self.end, code.number(1))
 
     def build(self) -> None:
-        code, lanes = self.code, self.code.isa.lanes
-        is_alone = code.build.icmp_signed("==", self.rows, code.number(1))
-        with code.build.if_else(is_alone) as (alone, several):
-            with alone:
+        code, build = self.code, self.code.build
+        with build.if_else(build.icmp_signed("<=", self.rows, code.number(self.few))) as (few, many):
+            with few:
                 if _has_wide_strips(code.isa, self.form):
-                    code.call(_one_row_name(self.form), code.arguments)
+                    is_alone = build.icmp_signed("==", self.rows, code.number(1))
+                    with build.if_else(is_alone) as (alone, several):
+                        with alone:
+                            code.call(_one_row_name(self.form), code.arguments)
+                        with several:
+                            self.build_few_rows()
                 else:
-                    self.build_one_row()
-            with several:
+                    self.build_few_rows()
+            with many:
                 self._fetch_first()
-                code.loop(self.first, self.end, STRIPS * lanes, [], lambda n, _: self._strip(n))
+                code.loop(self.first, self.end, STRIPS * code.isa.lanes, [], lambda n, _: self._strip(n))
 
-    def build_one_row(self) -> None:
-        """Build the code that multiplies a single activation row with the matrix."""
+    def build_few_rows(self, together: Sequence[int] = FEW_TOGETHER) -> None:
+        """Build the code that multiplies a few activation rows with the matrix. `together`: the numbers of rows that
+        are multiplied at a time."""
         self._fetch_first()
-        self.code.loop(self.first, self.end, self.code.isa.lanes, [], lambda n, _: self._one_row(n))
+        lanes = self.code.isa.lanes
+        self.code.loop(self.first, self.end, lanes, [], lambda n, _: self._few_rows(n, together))
 
     def _fetch_first(self) -> None:
         """Prefetch all weights of the first outputs at once. If they were prefetched piece by piece, the computation
@@ -223,49 +241,75 @@ class _Products:
         self._store_outputs(n, STRIPS)
         return []
 
-    def _one_row(self, n: Value) -> list[Value]:
-        """Build the code that computes outputs from output `n` on for a single activation row. Codes are multiplied as
-        soon as they are unpacked."""
+    def _few_rows(self, n: Value, together: Sequence[int]) -> list[Value]:
+        """Build the code that computes outputs from output `n` on for a few activation rows."""
+        self._for_all_rows(together, lambda m, rows: self._rows_at_once(n, m, rows))
+        self._store_outputs(n, 1)
+        return []
+
+    def _for_all_rows(self, together: Sequence[int], multiply: Callable[[Value, int], list[Value]]) -> None:
+        """Build the code that calls `multiply(m, rows)` for all activation rows: rows `m` to m + rows - 1. `rows` is as
+        often as possible the first of the numbers `together`, then the next."""
+        code, build, begin = self.code, self.code.build, self.code.number(0)
+        for rows in together:
+            end = build.sub(self.rows, build.urem(build.sub(self.rows, begin), code.number(rows)))
+            code.loop(begin, end, rows, [], _without_numbers(multiply, rows))
+            begin = end
+
+    def _rows_at_once(self, n: Value, m: Value, rows: int) -> list[Value]:
+        """Build the code that computes outputs from output `n` on for the activation rows `m` to m + rows - 1. Codes
+        are multiplied as soon as they are unpacked, and are unpacked again for other rows."""
         code, build, form, lanes = self.code, self.code.build, self.form, self.code.isa.lanes
-        places, x = self._places(n, code.number(0)), self._row(code.number(0), code.number(0))
-        following = self._following(n)
+        places, following = self._places(n, code.number(0)), self._following(n)
+        xs = [self._row(build.add(m, code.number(r)), code.number(0)) for r in range(rows)]
 
         def block(b: Value, totals: list[Value]) -> list[Value]:
             at = build.mul(b, code.number(self.block_bytes))
             ahead = code.at(following, build.mul(b, code.number(form.nbytes * lanes)))
-            here = self._from_block(x, b)
-            return [self._add_block([code.at(place, at) for place in places], here, ahead, totals[0])]
+            here = [self._from_block(x, b) for x in xs]
+            return self._add_block([code.at(place, at) for place in places], here, ahead, totals)
 
-        (total,) = code.loop(code.number(0), self.blocks, 1, [code.reals(0.0)], block)
-        code.store(total, self.totals, 4 * lanes)
-        self._store_outputs(n, 1)
+        totals = code.loop(code.number(0), self.blocks, 1, [code.reals(0.0)] * rows, block)
+        for r, total in enumerate(totals):
+            at = build.mul(build.add(m, code.number(r)), code.number(self.total_row))
+            code.store(total, code.at(self.totals, at), 4 * lanes)
         return []
 
-    def _add_block(self, places: Sequence[Value], x: ByteRow, ahead: Value, total: Value) -> Value:
-        """Return `total` [lanes] plus the product of the activation row `x` with one block of each of `lanes` outputs.
-        Also prefetch at the address `ahead`."""
+    def _add_block(
+        self, places: Sequence[Value], xs: Sequence[ByteRow], ahead: Value, totals: Sequence[Value]
+    ) -> list[Value]:
+        """Return `totals` [lanes each] plus the products of the activation rows `xs` with one block of each of `lanes`
+        outputs. Also prefetch at the address `ahead`."""
         code, form, kind = self.code, self.form, self.codes
         columns = self._columns(places)
         scale = columns.scalar(form.scale)
         minimum = None if form.minimum is None else columns.scalar(form.minimum)
-        lines, fetched, k = self._lines_of_block(), 0, 0
+        lines, fetched, k, found = self._lines_of_block(), 0, 0, list(totals)
+        pinned = _PINNED if len(xs) == 1 else _PINNED_ROWS
         for g, group in enumerate(form.groups):
-            sums = code.dot_sum(kind.most, kind.is_signed)
+            sums = [code.dot_sum(kind.most, kind.is_signed) for _ in xs]
             for run in group.runs:
                 for i in range(0, run.numbers, PIECE):
-                    words = self._words(code.at(x.numbers, k))
+                    words = [self._words(code.at(x.numbers, k)) for x in xs]
                     for codes in columns.codes(run.fields, i):
-                        sums.add(self._as_bytes(codes), next(words))
+                        bytes_ = self._as_bytes(codes)
+                        for each, of_row in zip(sums, words, strict=True):
+                            each.add(bytes_, next(of_row))
                         k += 4
-                        if k % _PINNED == 0:
-                            sums.pin()
+                        if k % pinned == 0:
+                            for each in sums:
+                                each.pin()
                     while fetched * form.numbers < lines * k:
                         code.prefetch(code.at(ahead, _LINE * fetched), is_read_once=True)
                         fetched += 1
-            offset = None if minimum is None else columns.offset(group, minimum)
-            scales, x_sums = (code.at(each, 4 * g) for each in (x.scales, x.sums))
-            total = self._scaled(sums.total(), self._gain(columns, group, scale), offset, scales, x_sums, total)
-        return total
+            gain, offset = (
+                self._gain(columns, group, scale),
+                None if minimum is None else columns.offset(group, minimum),
+            )
+            for r, x in enumerate(xs):
+                scales, x_sums = (code.at(each, 4 * g) for each in (x.scales, x.sums))
+                found[r] = self._scaled(sums[r].total(), gain, offset, scales, x_sums, found[r])
+        return found
 
     def _columns(self, places: Sequence[Value]) -> Columns:
         if self.form.rows > 1:
@@ -335,18 +379,8 @@ class _Products:
         count = build.select(is_more, left, code.number(self.tile_blocks))
         for strip in range(STRIPS):
             self._unpack(build.add(n, code.number(strip * code.isa.lanes)), b, count, strip)
-        begin = code.number(0)
-        for rows in self.together:
-            begin = self._multiply_all(begin, b, count, rows)
+        self._for_all_rows(self.together, lambda m, rows: self._multiply(m, b, count, rows))
         return []
-
-    def _multiply_all(self, begin: Value, b: Value, count: Value, rows: int) -> Value:
-        """Multiply the activation rows from `begin` on, `rows` at a time, with the tile, which begins at block `b`.
-        Return the number of the first row that is left."""
-        code, build = self.code, self.code.build
-        end = build.sub(self.rows, build.urem(build.sub(self.rows, begin), code.number(rows)))
-        code.loop(begin, end, rows, [], lambda m, _: self._multiply(m, b, count, rows))
-        return end
 
     def _unpack(self, n: Value, b: Value, count: Value, strip: int) -> None:
         """Build the code that unpacks `count` blocks, from block `b` on, of `lanes` outputs from output `n` on, into
@@ -477,7 +511,7 @@ class _Products:
                 )
                 for r, x in enumerate(bytes_):
                     sums[r * STRIPS + strip].add(codes, x)
-            for each in () if self.has_dots else sums:
+            for each in sums if self.by_pairs else ():
                 each.pin()
         return [each.total() for each in sums]
 
