@@ -135,11 +135,6 @@ def _bytes_of(run: Run, i: int) -> list[int]:
     return [field.byte + i for field in reversed(fields)]
 
 
-def _without_numbers(multiply: Callable[[Value, int], list[Value]], rows: int) -> Callable[..., list[Value]]:
-    """Return a body for `Code.loop` that ignores the loop's numbers."""
-    return lambda m, _: multiply(m, rows)
-
-
 class _Products:
     """Builds the function `byte_products_F`, which multiplies 8-bit activation rows with a quantized matrix, for one
     format F."""
@@ -250,11 +245,17 @@ class _Products:
     def _for_all_rows(self, together: Sequence[int], multiply: Callable[[Value, int], list[Value]]) -> None:
         """Build the code that calls `multiply(m, rows)` for all activation rows: rows `m` to m + rows - 1. `rows` is as
         often as possible the first of the numbers `together`, then the next."""
-        code, build, begin = self.code, self.code.build, self.code.number(0)
+        begin = self.code.number(0)
         for rows in together:
-            end = build.sub(self.rows, build.urem(build.sub(self.rows, begin), code.number(rows)))
-            code.loop(begin, end, rows, [], _without_numbers(multiply, rows))
-            begin = end
+            begin = self._in_steps(begin, rows, multiply)
+
+    def _in_steps(self, begin: Value, rows: int, multiply: Callable[[Value, int], list[Value]]) -> Value:
+        """Build the code that calls `multiply(m, rows)` for all activation rows from `begin` on, `rows` at a time.
+        Return the number of the first row that is left."""
+        code, build = self.code, self.code.build
+        end = build.sub(self.rows, build.urem(build.sub(self.rows, begin), code.number(rows)))
+        code.loop(begin, end, rows, [], lambda m, _: multiply(m, rows))
+        return end
 
     def _rows_at_once(self, n: Value, m: Value, rows: int) -> list[Value]:
         """Build the code that computes outputs from output `n` on for the activation rows `m` to m + rows - 1. Codes

@@ -15,7 +15,7 @@ from smoe.generation.loop import DecodeLoop
 from smoe.generation.request import End, Piece, Request
 from smoe.generation.sampling_settings import Sampling
 
-_PROMPT_TOKENS, _NEW_TOKENS = 8, 2
+_PROMPT_TOKENS, _NEW_TOKENS = 2, 2
 
 
 def first_pass(model: PreTrainedModel, tokenizer: Any) -> None:
