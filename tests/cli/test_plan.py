@@ -100,7 +100,7 @@ def test_the_table_names_every_part(run, config_only):
 
 def test_a_usual_answer_has_more_experts_in_memory_than_a_full_context(run):
     """Would catch a plan that counts only the experts that fit beside the longest text."""
-    asked = ("plan", "demo", "--memory", "24MiB", "--context", 1024)
+    asked = ("plan", "demo", "--memory", "28MiB", "--context", 1024)
     found, out = run(*asked, "--json").json, run(*asked).out
     usual, always, most = (found[name] for name in ("usual_slots", "slots", "most_slots"))
     assert always < usual < most
