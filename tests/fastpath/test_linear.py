@@ -80,16 +80,38 @@ def test_several_rows_in_our_own_order(bias: bool, monkeypatch: pytest.MonkeyPat
             assert torch.equal(layer(x), torch.cat([layer(row) for row in x.split(1)])) and not called
 
 
+class PlainRouter(nn.Module):
+    """A router of 96 experts that applies its weight itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(96, 64).bfloat16(), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+@pytest.mark.skipif(not (AVX2.is_here and AVX2.family == FAMILY), reason="this CPU has no AVX2")
+def test_several_rows_of_a_router_in_our_own_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a prompt whose routers torch computes, and rows that are to be summed alone but are not."""
+    router = PlainRouter()
+    with SpinningPool(2, in_own_order=True) as pool:
+        pool.many = ManyRows(pool, AVX2)
+        linear.speed_up(router, pool, {router: True})
+        called, multiply = [], pool.many.multiply
+        monkeypatch.setattr(pool.many, "multiply", lambda x, *more: called.append(len(x)) or multiply(x, *more))
+        for rows in (2, 36, 100):
+            x = torch.randn(rows, 64).bfloat16()
+            exact = nn.functional.linear(x.double(), router.weight.double())
+            assert torch.allclose(router(x).double(), exact, rtol=2.0**-7, atol=1e-2)
+        assert set(called) == {36, 100}, "a few rows are multiplied by the kernel for few rows"
+        called.clear()
+        with pool.summing_rows_alone():
+            assert torch.equal(router(x), torch.cat([router(row) for row in x.split(1)])) and not called
+
+
 def test_a_routers_weight_is_an_ordinary_parameter_beside(pool: SpinningPool) -> None:
-    class Router(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(96, 64).bfloat16(), requires_grad=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return nn.functional.linear(x, self.weight)
-
-    router, rows = Router(), torch.randn(5, 64).bfloat16()
+    router, rows = PlainRouter(), torch.randn(5, 64).bfloat16()
     state, theirs = router.state_dict(), [router(rows[:1]), router(rows), router(rows[0])]
     before = router.weight.float()
     promised.needs(part_that_agrees(pool, router.weight.t()) is not None, "torch's order for a small router")
