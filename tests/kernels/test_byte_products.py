@@ -160,6 +160,6 @@ def test_every_cache_line_of_a_block_is_prefetched(form: Format) -> None:
     module = ir.Module()
     byte_products.add_function(module, AVX2, form, ("*given", "*w", "*out", "*bias", "begin", "end", "K"))
     calls = str(module).count('call void @"llvm.prefetch')
-    blocks = len(byte_products.FEW_TOGETHER) + byte_products.STRIPS  # of the code for few rows, and of that for many
+    blocks = 1 + len(byte_products.FEW_TOGETHER) + byte_products.STRIPS  # for one row, for a few, and for many
     first = 2  # one loop before each of them
     assert calls >= first + blocks * math.ceil(form.nbytes * AVX2.lanes / 64)

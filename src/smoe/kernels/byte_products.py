@@ -107,7 +107,7 @@ def add_function(module: ir.Module, isa: Isa, form: Format, arguments: Sequence[
     """
     if _has_wide_strips(isa, form):
         half = Code(module, replace(isa, lanes=isa.lanes // 2), _one_row_name(form), arguments)
-        _Products(half, form).build_few_rows((1,))
+        _Products(half, form).build_one_row()
         half.end()
     code = Code(module, isa, function_name(form), arguments)
     _Products(code, form).build()
@@ -171,27 +171,24 @@ class _Products:
 
     def build(self) -> None:
         code, build = self.code, self.code.build
-        with build.if_else(build.icmp_signed("<=", self.rows, code.number(self.few))) as (few, many):
-            with few:
+        with build.if_else(build.icmp_signed("==", self.rows, code.number(1))) as (alone, several):
+            with alone:
                 if _has_wide_strips(code.isa, self.form):
-                    is_alone = build.icmp_signed("==", self.rows, code.number(1))
-                    with build.if_else(is_alone) as (alone, several):
-                        with alone:
-                            code.call(_one_row_name(self.form), code.arguments)
-                        with several:
-                            self.build_few_rows()
+                    code.call(_one_row_name(self.form), code.arguments)
                 else:
-                    self.build_few_rows()
-            with many:
+                    self.build_one_row()
+            with several:
                 self._fetch_first()
-                code.loop(self.first, self.end, STRIPS * code.isa.lanes, [], lambda n, _: self._strip(n))
+                with build.if_else(build.icmp_signed("<=", self.rows, code.number(self.few))) as (few, many):
+                    with few:
+                        code.loop(self.first, self.end, code.isa.lanes, [], lambda n, _: self._few_rows(n))
+                    with many:
+                        code.loop(self.first, self.end, STRIPS * code.isa.lanes, [], lambda n, _: self._strip(n))
 
-    def build_few_rows(self, together: Sequence[int] = FEW_TOGETHER) -> None:
-        """Build the code that multiplies a few activation rows with the matrix. `together`: the numbers of rows that
-        are multiplied at a time."""
+    def build_one_row(self) -> None:
+        """Build the code that multiplies a single activation row with the matrix."""
         self._fetch_first()
-        lanes = self.code.isa.lanes
-        self.code.loop(self.first, self.end, lanes, [], lambda n, _: self._few_rows(n, together))
+        self.code.loop(self.first, self.end, self.code.isa.lanes, [], lambda n, _: self._one_row(n))
 
     def _fetch_first(self) -> None:
         """Prefetch all weights of the first outputs at once. If they were prefetched piece by piece, the computation
@@ -236,9 +233,15 @@ class _Products:
         self._store_outputs(n, STRIPS)
         return []
 
-    def _few_rows(self, n: Value, together: Sequence[int]) -> list[Value]:
+    def _one_row(self, n: Value) -> list[Value]:
+        """Build the code that computes outputs from output `n` on for a single activation row."""
+        self._rows_at_once(n, self.code.number(0), 1)
+        self._store_outputs(n, 1)
+        return []
+
+    def _few_rows(self, n: Value) -> list[Value]:
         """Build the code that computes outputs from output `n` on for a few activation rows."""
-        self._for_all_rows(together, lambda m, rows: self._rows_at_once(n, m, rows))
+        self._for_all_rows(FEW_TOGETHER, lambda m, rows: self._rows_at_once(n, m, rows))
         self._store_outputs(n, 1)
         return []
 
