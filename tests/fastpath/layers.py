@@ -64,7 +64,9 @@ def quantise(model: PreTrainedModel) -> None:
     form = FORMATS["Q8_0"]
     for name, weight in list(model.named_parameters()):
         if "_proj.weight" in name and "self_attn" in name:
-            keep_quantised(model, name, form, quantised(weight.float(), form)[0], torch.bfloat16)
+            keep_quantised(
+                model, [name.removesuffix(".weight")], form, quantised(weight.float(), form)[0], torch.bfloat16
+            )
 
 
 def adopt(model: PreTrainedModel, pool: SpinningPool) -> dict[nn.Module, decoder_layer.OneToken]:

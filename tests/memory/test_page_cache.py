@@ -45,15 +45,48 @@ def cached(path: Path) -> Iterator[CachedFile]:
 
 def test_a_cached_range_is_read(cached: CachedFile, buffer: memoryview) -> None:
     part = buffer[: 3 * PAGE]
-    assert cached.read_into(part, 2 * PAGE) == 3 * PAGE
+    assert cached.read_into(part, 2 * PAGE, True) == 3 * PAGE
     assert bytes(part) == DATA[2 * PAGE : 5 * PAGE]
+
+
+@pytest.fixture
+def dropped(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The ranges (offset, bytes) that the system was asked to drop from the page cache. (It may refuse: pages that were
+    just written can still belong to the file system's journal.)"""
+    found: list[tuple[int, int]] = []
+
+    def noted(_: int, offset: int, nbytes: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_DONTNEED
+        found.append((offset, nbytes))
+
+    monkeypatch.setattr(os, "posix_fadvise", noted)
+    return found
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_a_range_is_dropped_from_the_cache_only_if_asked(
+    drops: bool, cached: CachedFile, buffer: memoryview, dropped: list[tuple[int, int]]
+) -> None:
+    assert cached.read_into(buffer[: 3 * PAGE], PAGE, drops) == 3 * PAGE
+    assert dropped == ([(PAGE, 3 * PAGE)] if drops else [])
+
+
+def test_half_a_cached_file(tmp_path: Path) -> None:
+    """The second half is a hole that was never read."""
+    holed = tmp_path / "holed"
+    holed.write_bytes(DATA)
+    os.truncate(holed, 2 * SIZE)
+    found = opened(holed)
+    assert found is not None
+    assert found.cached_share() == pytest.approx(0.5, abs=0.05)
+    found.close()
 
 
 def test_the_end_of_the_file_is_within_a_page(cached: CachedFile, buffer: memoryview) -> None:
     last = SIZE // PAGE * PAGE
-    assert cached.read_into(buffer[:PAGE], last) == SIZE - last
+    assert cached.read_into(buffer[:PAGE], last, True) == SIZE - last
     assert bytes(buffer[: SIZE - last]) == DATA[last:]
-    assert cached.read_into(buffer[:PAGE], last + PAGE) == 0
+    assert cached.read_into(buffer[:PAGE], last + PAGE, True) == 0
 
 
 def test_a_range_of_which_a_page_is_missing_counts_as_missing(tmp_path: Path, buffer: memoryview) -> None:
@@ -63,8 +96,8 @@ def test_a_range_of_which_a_page_is_missing_counts_as_missing(tmp_path: Path, bu
     os.truncate(holed, 64 * PAGE)
     found = opened(holed)
     assert found is not None
-    assert found.read_into(buffer[: 30 * PAGE], 10 * PAGE) == 0
-    assert found.read_into(buffer[: 10 * PAGE], 10 * PAGE) == 10 * PAGE
+    assert found.read_into(buffer[: 30 * PAGE], 10 * PAGE, True) == 0
+    assert found.read_into(buffer[: 10 * PAGE], 10 * PAGE, True) == 10 * PAGE
     found.close()
 
 
@@ -79,10 +112,10 @@ def test_examination_ends_after_many_misses(path: Path, buffer: memoryview, monk
     monkeypatch.setattr(page_cache, "_MISSES", 2)
     found = opened(path)
     assert found is not None
-    assert found.read_into(buffer[:PAGE], 64 * PAGE) == 0 and found.is_useful  # beyond the end
-    assert found.read_into(buffer[:PAGE], 0) == PAGE and found.is_useful
+    assert found.read_into(buffer[:PAGE], 64 * PAGE, True) == 0 and found.is_useful  # beyond the end
+    assert found.read_into(buffer[:PAGE], 0, True) == PAGE and found.is_useful
     for _ in range(2):
-        assert found.read_into(buffer[:PAGE], 64 * PAGE) == 0
+        assert found.read_into(buffer[:PAGE], 64 * PAGE, True) == 0
     assert not found.is_useful
     found.close()
 
@@ -107,6 +140,30 @@ def test_a_reader_takes_cached_bytes_from_memory(
             pytest.skip("this file system refuses direct reads")
         assert bytes(buffer[: 4 * PAGE]) == DATA[: 4 * PAGE]
         assert direct == ([] if cached_first else [0])
+    finally:
+        reader.close()
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_bytes_that_do_not_stay_in_memory_stay_in_the_cache(
+    is_kept: bool, path: Path, buffer: memoryview, dropped: list[tuple[int, int]]
+) -> None:
+    """Otherwise they would have to be read from disk when they are needed again."""
+    reader = DiskReader(True, cached_first=True)
+    try:
+        reader.read(pages(path, PAGE, 4), buffer, is_kept=is_kept)
+        if not reader.is_direct:
+            pytest.skip("this file system refuses direct reads")
+        assert reader.cached_share([path]) == 1
+        assert dropped == ([(PAGE, 4 * PAGE)] if is_kept else [])
+    finally:
+        reader.close()
+
+
+def test_no_share_of_a_file_counts_as_cached_without_copies_from_the_cache(path: Path) -> None:
+    reader = DiskReader(True)
+    try:
+        assert reader.cached_share([path]) == 0
     finally:
         reader.close()
 

@@ -17,7 +17,13 @@ from smoe.formats.registry import FORMATS
 from smoe.kernels.isa import widest
 from smoe.kernels.spinning_pool import SpinningPool, is_supported
 from smoe.models import quantised_linear
-from smoe.models.quantised_linear import QuantisedEmbedding, QuantisedLinear, keep_quantised, share_inputs
+from smoe.models.quantised_linear import (
+    QuantisedEmbedding,
+    QuantisedLinear,
+    keep_quantised,
+    layers_of_weights,
+    share_inputs,
+)
 from tests.formats.blocks import random_rows
 from tests.kernels.products import gains_by_interleaving
 
@@ -177,7 +183,7 @@ def test_tied_layers_share_their_codes(form: Format) -> None:
     model = nn.Module()
     model.embedding, model.output = nn.Embedding(OUTPUTS, COLUMNS), nn.Linear(COLUMNS, OUTPUTS, bias=False)
     model.output.weight = model.embedding.weight
-    keep_quantised(model, "embedding.weight", form, codes_of(form), torch.float32)
+    keep_quantised(model, layers_of_weights(model)["embedding.weight"], form, codes_of(form), torch.float32)
     assert isinstance(model.embedding, QuantisedEmbedding) and isinstance(model.output, QuantisedLinear)
     assert model.output.codes.data_ptr() == model.embedding.codes.data_ptr()
     assert not list(model.parameters())

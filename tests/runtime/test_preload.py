@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -190,6 +192,25 @@ def test_a_loop_that_is_idle_fills_what_became_free(toy: Callable[..., Path], op
     assert len(engine.executor.table.ready) == engine.ledger.cache_slots
 
 
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_the_first_prompt_leaves_free_slots_to_the_background_if_its_file_is_cached(
+    is_cached: bool, toy: Callable[..., Path], open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next prompt fills its share of the slots, and both have the model's logits."""
+    folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    model = open_model(folder, "half", preload=None)
+    engine = model.offload
+    monkeypatch.setattr(Filler, "is_cached", lambda filler: is_cached)
+    engine.fill_when_idle([])
+    engine.pause_filling()
+    engine.executor.reset(engine.fresh_eviction())
+    first = model(oracle.PROMPT).logits
+    assert bool(engine.executor.table.ready) is not is_cached
+    second = model(oracle.PROMPT).logits
+    assert len(engine.executor.table.ready) > 0
+    assert torch.equal(first, second)
+
+
 @pytest.mark.parametrize(
     ("budget", "settings"),
     [
@@ -218,5 +239,16 @@ def test_a_first_pass_without_reads_leaves_nothing_filled(toy: Callable[..., Pat
     model = open_model(folder, "half", preload=None)
     model.offload.fill_when_idle([])
     first_pass(model, NoText())
+    assert not _mapped_pages(model.offload._arena), (
+        "replacing pages that were only read takes longer than a first write"
+    )
     assert not model.offload.executor.table.ready and not model.offload.executor.arrivals.tickets
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+
+
+def _mapped_pages(arena: Any) -> int:
+    """Return how many pages of an arena's memory are in this process's page table."""
+    with Path("/proc/self/pagemap").open("rb") as table:
+        table.seek(arena.address(0) // mmap.PAGESIZE * 8)
+        entries = np.frombuffer(table.read(arena.nbytes // mmap.PAGESIZE * 8), np.uint64)
+    return int((entries >> np.uint64(63)).sum())

@@ -21,7 +21,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
@@ -172,7 +172,7 @@ class DiskReader:
     def __init__(self, direct: bool, opened: Opening | None = None, cached_first: bool = False) -> None:
         """`direct`: read past the page cache. `opened`: the function that opens files; None: this system's own.
 
-        `cached_first`: with `direct`, copy ranges that are in the page cache from there, and drop them from it."""
+        `cached_first`: with `direct`, copy ranges that are in the page cache from there."""
         self._wants_direct = direct
         self._is_cached_first = cached_first
         self._cached: dict[Path, CachedFile] = {}
@@ -193,8 +193,13 @@ class DiskReader:
         """Whether reads of all files opened until now bypass the page cache."""
         return bool(self._files) and all(file.is_direct for file in self._files.values())
 
-    def read(self, read: Read, buffer: memoryview, between: Callable[[], None] | None = None) -> int:
+    def read(
+        self, read: Read, buffer: memoryview, between: Callable[[], None] | None = None, is_kept: bool = True
+    ) -> int:
         """Read a byte range into `buffer`, from its beginning. Return the number of bytes read, at least `read.need`.
+
+        `is_kept`: whether the bytes will stay in memory. If they will not, a range that is in the page cache stays
+        there, so that it can be copied again.
 
         `between` is called between two chunks, so that a more urgent read can go first. Raises `TransferError` if the
         system cannot read, and `CheckpointError` if the file was written after it was indexed.
@@ -206,7 +211,7 @@ class DiskReader:
                 if done and between is not None:
                     between()
                 part = buffer[done : min(done + request, read.nbytes)]
-                came = self._cached_bytes(read.path, part, read.offset + done)
+                came = self._cached_bytes(read.path, part, read.offset + done, is_kept)
                 came = came or self._pread(file, part, read.offset + done)
                 if came == 0:
                     raise OSError(errno.EIO, "the file ends early")
@@ -215,7 +220,7 @@ class DiskReader:
             self._check_identity(read.path, file)  # a truncated file has been written
             if file.is_direct and error.errno == errno.EINVAL:
                 self._reopen_buffered(read.path)
-                return self.read(read, buffer, between)
+                return self.read(read, buffer, between, is_kept)
             raise TransferError(
                 error.errno or errno.EIO, f"cannot read {read.path} at {read.offset}: {error}"
             ) from error
@@ -223,6 +228,13 @@ class DiskReader:
         if self._wants_direct and not file.is_direct:
             file.forget(read.offset, read.nbytes)
         return done
+
+    def cached_share(self, paths: Collection[Path]) -> float:
+        """Return the smallest fraction, from 0 to 1, of one of the files `paths` that is in the page cache. It is 0
+        unless reads are direct and copy what is in the page cache. Raises the errors of `read` that opening causes."""
+        for path in paths:
+            self._open(path)
+        return min((self._cached[path].cached_share() if path in self._cached else 0.0 for path in paths), default=0.0)
 
     def close(self) -> None:
         """Close all files; no read may be running."""
@@ -284,12 +296,12 @@ class DiskReader:
                 self._retired.append(file)  # other threads may still be reading from it
                 self._files[path] = self._opened(path, False)
 
-    def _cached_bytes(self, path: Path, buffer: memoryview, offset: int) -> int:
+    def _cached_bytes(self, path: Path, buffer: memoryview, offset: int, drops: bool) -> int:
         """Read from the page cache, if the whole range is there. Return the number of bytes, 0 otherwise."""
         cached = self._cached.get(path)
         if cached is None or not cached.is_useful:
             return 0
-        came = cached.read_into(buffer, offset)
+        came = cached.read_into(buffer, offset, drops)
         if came:
             with self._lock:
                 self.cached_bytes += came

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from smoe.expert import ExpertKey
+from smoe.expert import EXACT, ExpertKey
 from smoe.memory.arena import Arena
 from smoe.memory.expert_files import DiskReader
 from smoe.memory.host import HostTier
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 
 Arrange = Callable[[ExpertKey, SlotLayout, memoryview], None]
+_MOST = 0.75
+"""The fraction of a file from which on most of it is in the page cache."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -56,20 +58,24 @@ class Filler:
         """The number of bytes that were copied from the page cache although reads are direct."""
         return self._reader.cached_bytes
 
-    def fill(self, key: ExpertKey, buffer: memoryview, between: Callable[[], None] | None) -> int:
+    def is_cached(self) -> bool:
+        """Return whether most of each file of full-precision experts is in the page cache."""
+        return self._reader.cached_share(self._stores[EXACT].paths()) >= _MOST
+
+    def fill(self, key: ExpertKey, buffer: memoryview, between: Callable[[], None] | None, is_kept: bool = True) -> int:
         """Read an expert into the buffer, and return the number of bytes read from disk. `between` is called between
-        two chunks.
+        two chunks. `is_kept`: as for `DiskReader.read`.
 
         Raises `TransferError` or `CheckpointError`; the buffer's contents are then undefined.
         """
         layer, expert, form = key
         store = self._stores[form]
         placement = store.placement(layer, expert)
-        came = self._read(placement, buffer, between)
+        came = self._read(placement, buffer, between, is_kept)
         if placement.pieces:
             staging = self._staging()
             try:
-                came += self._assemble(placement, store.dtype, staging, buffer, between)
+                came += self._assemble(placement, store.dtype, staging, buffer, between, is_kept)
             finally:
                 self._idle.append(staging)
         if key not in self._seen:
@@ -79,12 +85,14 @@ class Filler:
             self._arrange(key, placement, buffer)
         return came
 
-    def _read(self, placement: SlotLayout, buffer: memoryview, between: Callable[[], None] | None) -> int:
+    def _read(
+        self, placement: SlotLayout, buffer: memoryview, between: Callable[[], None] | None, is_kept: bool
+    ) -> int:
         came = 0
         for read in placement.reads:
             if came and between is not None:
                 between()
-            came += self._reader.read(read, buffer[read.target : read.target + read.nbytes], between)
+            came += self._reader.read(read, buffer[read.target : read.target + read.nbytes], between, is_kept)
         return came
 
     def _assemble(
@@ -94,6 +102,7 @@ class Filler:
         staging: Arena,
         buffer: memoryview,
         between: Callable[[], None] | None,
+        is_kept: bool,
     ) -> int:
         """Read an expert chunk by chunk, and copy or convert each chunk to its offset in the slot. Return the bytes
         read from disk."""
@@ -101,7 +110,7 @@ class Filler:
         for piece in placement.pieces:
             if (came or placement.reads) and between is not None:
                 between()
-            came += self._reader.read(piece.read, staging.buffer(0))
+            came += self._reader.read(piece.read, staging.buffer(0), None, is_kept)
             if piece.arrangement is not None:
                 stored = np.frombuffer(staging.buffer(0), np.uint8, piece.nbytes, piece.source)
                 piece.arrangement.put(stored, buffer, piece.target, piece.begin)
@@ -148,7 +157,8 @@ class SlotMover:
         self._buffers = [arena.buffer(slot) for slot in range(arena.slots)]
 
     def move(self, ticket: Ticket, between: Callable[[], None] | None) -> int:
-        return self._filler.fill(ticket.load.key, self._buffers[ticket.load.slot], between)
+        load = ticket.load
+        return self._filler.fill(load.key, self._buffers[load.slot], between, load.keep)
 
     def mark_free(self) -> Any:
         return None

@@ -15,7 +15,7 @@ import sys
 from contextlib import suppress
 
 _SAMPLES = 256
-"""The number of pages, evenly spaced over the file, that are examined when it is opened."""
+"""The least number of pages, evenly spaced over the file, from which the cached fraction is computed."""
 _MISSES = 64
 """After this many uncached ranges in a row, no more ranges are examined."""
 _FAILED = ctypes.c_void_p(-1).value
@@ -25,8 +25,8 @@ _FAILED = ctypes.c_void_p(-1).value
 class CachedFile:
     """The cached bytes of an open file. Several threads may call its methods.
 
-    `read_into` copies a range that is cached, without a disk read, and then drops it from the cache: the class is for
-    files that are too large to be in the page cache and in the slots at once.
+    The class is for files that are too large to be in the page cache and in the slots at once, so `read_into` can drop
+    a range from the cache when it has been copied.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -41,22 +41,23 @@ class CachedFile:
         """Whether enough of the latest ranges were cached for the next one to be examined."""
         return self._misses < _MISSES
 
-    def read_into(self, buffer: memoryview, offset: int) -> int:
-        """Read from `offset` into the buffer, if the whole range is cached, and drop it from the cache. Return the
-        number of bytes; 0 if it is not cached. `offset` is a multiple of the page size."""
+    def read_into(self, buffer: memoryview, offset: int, drops: bool) -> int:
+        """Read from `offset` into the buffer, if the whole range is cached. Return the number of bytes; 0 if it is not
+        cached. `offset` is a multiple of the page size. `drops`: drop the range from the cache afterwards."""
         if not self._has(offset, len(buffer)):
             self._misses += 1
             return 0
         self._misses = 0
         came = os.preadv(self._descriptor, [buffer], offset)
-        os.posix_fadvise(self._descriptor, offset, came, os.POSIX_FADV_DONTNEED)
+        if drops:
+            os.posix_fadvise(self._descriptor, offset, came, os.POSIX_FADV_DONTNEED)
         return came
 
-    def has_any(self) -> bool:
-        """Return whether one of some evenly spaced pages is cached."""
+    def cached_share(self) -> float:
+        """Return the fraction of the file that is cached, from 0 to 1. It is that of some evenly spaced pages."""
         pages = -(-self._nbytes // mmap.PAGESIZE)
-        step = max(1, pages // _SAMPLES)
-        return any(self._has(page * mmap.PAGESIZE, 1) for page in range(0, pages, step))
+        sample = range(0, pages, max(1, pages // _SAMPLES))
+        return sum(self._has(page * mmap.PAGESIZE, 1) for page in sample) / len(sample)
 
     def close(self) -> None:
         self.unmap()
@@ -89,7 +90,7 @@ def cached_file(path: str | os.PathLike[str], opened: int) -> CachedFile | None:
         try:
             if os.path.sameopenfile(descriptor, opened) and _is_examined(descriptor, path):
                 found = CachedFile(descriptor)
-                if found.has_any():
+                if found.cached_share() > 0:
                     descriptor = -1
                     return found
                 found.unmap()

@@ -26,7 +26,7 @@ from smoe.models.gguf_sizes import GgufSizes
 from smoe.models.gguf_sources import WeightSource
 from smoe.models.gguf_tokenizer import read_gguf_tokenizer, read_sampling
 from smoe.models.load_observer import OnBytes, WeightBytes
-from smoe.models.quantised_linear import keep_on_disk, keep_quantised
+from smoe.models.quantised_linear import keep_on_disk, keep_quantised, layers_of_weights
 from smoe.models.registration import register_local_families
 from smoe.models.spec import LibrarySpec
 from smoe.models.stored_tables import check_table, keep_tables_on_disk
@@ -85,9 +85,10 @@ class GgufFile(GgufSizes):
         for name in spec.dense.keys() & on_disk:
             tensor = spec.dense[name]
             keep_on_disk(loaded, name, FORMATS[tensor.dtype], StoredRows(tensor), spec.dtype.torch)
+        layers = layers_of_weights(loaded)
         for name, codes in self._codes_of_each({name: sources[name] for name in spec.dense.keys() - on_disk}, spec):
             columns = _moved_columns(sources[name], spec.config, spec.dense[name].shape[1])
-            keep_quantised(loaded, name, FORMATS[spec.dense[name].dtype], codes, spec.dtype.torch, columns)
+            keep_quantised(loaded, layers[name], FORMATS[spec.dense[name].dtype], codes, spec.dtype.torch, columns)
             read.add(sizes[name])
         keep_tables_on_disk(loaded, tables, spec)
         loaded.name_or_path = loaded.config.name_or_path = str(self.place)  # for messages: the loader was given no name

@@ -310,21 +310,31 @@ def can_stay_quantised(module: nn.Module) -> bool:
     return type(module) in (nn.Linear, nn.Embedding)
 
 
+def layers_of_weights(model: nn.Module) -> dict[str, list[str]]:
+    """Return {name of a weight: the names of all layers that have it}, which are several if weights are tied."""
+    sharing: dict[int, list[str]] = {}
+    found: dict[str, list[str]] = {}
+    for path, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is not None:
+            found[f"{path}.weight"] = layers = sharing.setdefault(id(weight), [])
+            layers.append(path)
+    return found
+
+
 def keep_quantised(
     model: nn.Module,
-    name: str,
+    layers: Sequence[str],
     form: Format,
     codes: torch.Tensor,
     dtype: torch.dtype,
     columns: torch.Tensor | None = None,
 ) -> None:
-    """Replace all layers that have the parameter `name` by quantized layers. Layers with tied weights share the
+    """Replace the layers `layers`, which have one weight (`layers_of_weights`), by quantized layers. They share the
     quantized codes. `columns`: as in `QuantisedLinear`."""
-    weight = model.get_parameter(name)
-    tied = [(path, module) for path, module in model.named_modules() if module._parameters.get("weight") is weight]
-    for path, module in tied:
+    for path in layers:
         parent, _, child = path.rpartition(".")
-        setattr(model.get_submodule(parent), child, _of_codes(module, form, codes, dtype, columns))
+        setattr(model.get_submodule(parent), child, _of_codes(model.get_submodule(path), form, codes, dtype, columns))
 
 
 def keep_on_disk(model: nn.Module, name: str, form: Format, rows: StoredRows, dtype: torch.dtype) -> None:

@@ -18,7 +18,7 @@ from smoe.models.expert_index import parameter_names, stored_as
 from smoe.models.experts import without_weights_on_disk
 from smoe.models.files import naming
 from smoe.models.load_observer import OnBytes, WeightBytes
-from smoe.models.quantised_linear import can_stay_quantised, keep_quantised
+from smoe.models.quantised_linear import can_stay_quantised, keep_quantised, layers_of_weights
 from smoe.models.reference import stored_numbers
 from smoe.models.spec import LibrarySpec
 
@@ -47,8 +47,9 @@ def load_released(
     with left_out, quiet_library(), naming(f"cannot load the weights in {place}"):
         loaded, report = built_of(state, spec.shell, spec.dtype.torch)
     check_loaded(loaded, report, place, lambda name: stored_as(spec.shell, name, matrices))
+    layers = layers_of_weights(loaded)
     for name, tensor in spec.dense.items():
-        keep_quantised(loaded, name, FORMATS[tensor.dtype], _blocks(tensor), spec.dtype.torch)
+        keep_quantised(loaded, layers[name], FORMATS[tensor.dtype], _blocks(tensor), spec.dtype.torch)
         read.add(tensor.nbytes)
     move_to_own_memory(loaded)  # copies what is left: replaced weights have no memory
     loaded.name_or_path = loaded.config.name_or_path = str(place)  # for messages: the loader was given no name

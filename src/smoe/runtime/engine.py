@@ -194,6 +194,8 @@ class Engine:
                     self.executor.recover()
         finally:
             self.executor.reset(self.fresh_eviction())
+            # memory that was only read is one shared page of zeros, and replacing it costs more than a first write
+            self._arena.clear()
 
     def residents(self) -> list[tuple[int, int]]:
         """Return (layer, expert) of all experts in cache slots, in an order in which every part of the list has experts
@@ -206,6 +208,9 @@ class Engine:
         """Load experts into free slots in the background, from now on until a prompt comes, and again whenever `fill`
         is called: first the experts `first`, as (layer, expert), then the others.
 
+        If most of the experts' files is in the page cache, the first pass leaves free slots to this background work.
+        When memory is used for the first time, the system has to allocate it, for which the first token would wait.
+
         Has no effect on a GPU and on a cluster, with a value for `preload`, if the slots hold all experts, which are
         loaded anyway, and if a text must be reproducible although it depends on which experts are resident.
         """
@@ -214,6 +219,7 @@ class Engine:
             return
         known = set(keys := self.store.keys())
         self._filling = list(dict.fromkeys([*(each for each in first if each in known), *across_layers(keys)]))
+        self.executor.leaves_filling = self._filler.is_cached
         with self.passes.turn():
             self.fill()
 

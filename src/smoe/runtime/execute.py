@@ -16,7 +16,7 @@ E1, and E0 on a CPU).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -86,7 +86,12 @@ class LayerExecutor:
         """The device's waits since the engine was made, without those for look-aheads (`Counters.look_aheads`)."""
         self.observers: list[StepObserver] = []
         """Observers of every step, such as `smoe.trace` and measurements."""
+        self.leaves_filling: Callable[[], bool] | None = None
+        """Whether the first pass leaves free cache slots free, because they are filled while no text is computed. None:
+        every prompt fills its share of them."""
         self.now = compute.pacing.now
+        self._is_filled_later = False
+        """Whether the running pass leaves free cache slots free."""
         self._balancer = balancer
         self.prefetching = Prefetching(predictors, self.arrivals, compute.pacing, self._guess, trial)
         self.predict_by(predictors)
@@ -237,6 +242,8 @@ class LayerExecutor:
 
     def begin_pass(self, ids: torch.Tensor | None, cache: RowCache | None) -> None:
         """Start a forward pass over the tokens `ids` [rows, new positions], which follow the tokens in `cache`."""
+        is_first = self.counters.forward_passes == 0
+        self._is_filled_later = is_first and self.leaves_filling is not None and self.leaves_filling()
         if self._balancer is not None:
             self._balancer.begin_pass(0 if cache is None else cache.length)
         if self.prefetching.is_on:
@@ -275,7 +282,7 @@ class LayerExecutor:
             routing,
             self.table,
             self.arrivals.eviction,
-            self._layer_shares[routing.layer],
+            0 if self._is_filled_later else self._layer_shares[routing.layer],
             self.substitution.switches,
             None if balancer is None else lambda: balancer.balance(routing, self.arrivals.running),
             self.arrivals.drop_stale,
