@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from smoe.formats.base import Format
 
 _LINE = 64
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """The layout of rows of 8-bit activations. If two formats have equal layouts, the same rows can be multiplied with
     matrices of both."""
 

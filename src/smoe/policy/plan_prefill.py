@@ -118,10 +118,12 @@ def _staying(
     are residents of this layer; with "eviction" they are residents of any layer, in the order of the eviction policy.
     """
     layer, ready, staged = routing.layer, residency.ready, residency.staged
+    newcomers = [key for key in routes if key[2] == form and (key in staged or not residency.is_at_hand(key))]
+    if not newcomers:
+        return _Staying(set(), {})
     pool, own = residency.pool(layer, form), residency.pool(layer)
     share = layer_share if pool is own else max(1, layer_share * pool.cache_slots // own.cache_slots)
     last_uses = Counter((layer, expert, form) for row in last_rows(routing) for expert in routing.top_k_index[row])
-    newcomers = [key for key in routes if key[2] == form and (key in staged or not residency.is_at_hand(key))]
     residents = [key for key in ready if key[0] == layer and key[2] == form and key not in staged]
     room = max(0, min(len(pool.free_cache), share - len(residents)))
     value: Callable[[ExpertKey], float] = last_uses.__getitem__
