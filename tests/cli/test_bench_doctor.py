@@ -29,8 +29,19 @@ def test_bench_leaves_out_what_the_context_cannot_hold(run, checkpoint, monkeypa
     assert (
         ran.code == 0
         and [c["prompt_tokens"] for c in ran.json["cells"]] == [8]
-        and "1 measurements are skipped, because they need a context longer" in ran.err
+        and "skipping 1 measurement that a context of 64 tokens cannot hold" in ran.err
     )
+
+
+def test_a_budget_for_one_sequence_skips_the_measurements_of_three(run):
+    ran = run("bench", "demo", "--memory", "12MiB", "--quick")
+    assert ran.code == 0 and [cell["batch"] for cell in ran.json["cells"]] == [1]
+    assert "skipping 1 measurement, because the budget cannot hold 3 sequences" in ran.err
+
+
+def test_a_budget_for_no_sequence_is_refused(run):
+    ran = run("bench", "demo", "--memory", "9MiB", "--quick")
+    assert ran.code != 0 and "a budget of 9.00 MiB cannot hold this model" in ran.err
 
 
 def test_a_context_that_holds_no_cell_is_refused_before_the_model_is_loaded(run, checkpoint):

@@ -10,7 +10,8 @@ import typer
 from smoe.cli.libraries import import_libraries
 from smoe.cli.options import Debug, EngineOptions, Json, Model
 from smoe.cli.plot_file import check_plot
-from smoe.errors import ConfigError
+from smoe.errors import BudgetError, ConfigError
+from smoe.units import format_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -106,8 +107,26 @@ def command(
 def _measure_cells(
     model: str, engine: EngineOptions, cells: list[TableCell], seed: int, share: bool, json: bool
 ) -> None:
-    """Load the model, measure the cells that fit its context, and print them. Ends with the exit code of an interrupt
-    if one left cells out."""
+    """Load the model, measure the cells that fit the budget and its context, and print them. Ends with the exit code of
+    an interrupt if one left cells out."""
+    from smoe.cli.console import warn
+
+    alone = [cell for cell in cells if cell.batch == 1]
+    try:
+        _measure_fitting(model, engine, cells, seed, share, json)
+    except BudgetError:
+        if len(alone) == len(cells):
+            raise
+        skipped, most = len(cells) - len(alone), max(cell.batch for cell in cells)
+        warn(f"skipping {format_count(skipped, 'measurement')}, because the budget cannot hold {most} sequences")
+        _measure_fitting(model, engine, alone, seed, share, json)
+
+
+def _measure_fitting(
+    model: str, engine: EngineOptions, cells: list[TableCell], seed: int, share: bool, json: bool
+) -> None:
+    """Load the model for all of the cells, measure those that fit its context, and print them. Raises `BudgetError` if
+    the budget cannot hold the largest number of sequences."""
     from smoe.benchmark.cells import fitting
     from smoe.cli.console import warn
     from smoe.cli.interrupts import exit_code, print_interrupted
@@ -121,8 +140,8 @@ def _measure_cells(
         possible = fitting(cells, offload.context_tokens)
         if len(possible) < len(cells):
             warn(
-                f"{len(cells) - len(possible)} measurements are skipped, because they need a context longer than "
-                f"{offload.context_tokens} tokens; raise `context_tokens` to make them"
+                f"skipping {format_count(len(cells) - len(possible), 'measurement')} that a context of "
+                f"{offload.context_tokens} tokens cannot hold; raise `context_tokens` to make all"
             )
         measurements = _measure(ready, tokenizer, possible, seed)
         _print(measurements, _circumstances(ready, model, seed), offload.config, share, json)
