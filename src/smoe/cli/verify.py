@@ -124,7 +124,7 @@ def _verify(model: str, engine: EngineOptions, tokens: int, seed: int, is_quiet:
         task = bars.add_task("comparing layers", total=len(reference.sites) * PASSES * rounds, amount="")
         vocabulary = int(ready.config.get_text_config().vocab_size)
         ids = torch.randint(vocabulary, (1, tokens), generator=torch.Generator().manual_seed(seed))
-        lines = _PartLines(is_quiet)
+        lines = _PassLines(is_quiet)
 
         def show(comparison: Comparison) -> None:
             lines.add(comparison)
@@ -164,54 +164,68 @@ def _check_pack(model: str, precision: str, revision: str | None, reference: Ref
         )
 
 
-class _PartLines:
-    """Prints one line for all compared parts of a layer in a pass."""
+class _PassLines:
+    """Prints one line for each pass, with all its parts, and one more for each layer that differs."""
 
     def __init__(self, is_quiet: bool) -> None:
         self._is_quiet = is_quiet
-        self._line: list[Comparison] = []
+        self._pass: list[Comparison] = []
 
     def add(self, comparison: Comparison) -> None:
-        def place(one: Comparison) -> tuple[int | None, int, int]:
-            return one.layer, one.position, one.tokens
+        def place(one: Comparison) -> tuple[int, int]:
+            return one.position, one.tokens
 
-        if self._line and place(self._line[0]) != place(comparison):
+        if self._pass and place(self._pass[0]) != place(comparison):
             self.end()
-        self._line.append(comparison)
+        self._pass.append(comparison)
 
     def end(self) -> None:
-        """Print the line of the present layer."""
-        if self._line and not self._is_quiet:
-            _print_line(self._line)
-        self._line = []
+        """Print the lines of the present pass."""
+        if self._pass and not self._is_quiet:
+            _print_pass(self._pass)
+        self._pass = []
 
 
-def _print_line(line: list[Comparison]) -> None:
+def _print_pass(found: list[Comparison]) -> None:
     from smoe.cli.console import output
 
-    first = line[0]
-    verdict = "[green]equal[/green]"
-    if not all(one.is_equal for one in line):
+    first = found[0]
+    verdict = "[bold red]different[/bold red]"
+    if all(one.is_equal and one.is_finite for one in found):
+        verdict = "[green]equal[/green]"
+    elif all(one.is_good for one in found):
         verdict = "[green]equal up to rounding[/green]"
-    differing = [f"{one.part} differs by {one.largest_difference:.3g}" for one in line if not one.is_near]
-    if not all(one.is_finite for one in line):
-        broken = ", ".join(one.part for one in line if not one.is_finite)
-        verdict = f"[bold red]NaN or infinity in its weights or inputs: {broken}[/bold red]"
-    elif differing:
-        verdict = f"[bold red]{', '.join(differing)}[/bold red]"
-    place = "all layers" if first.layer is None else f"layer {first.layer:>4}"
     output().print(
-        f"{place}  {first.phase:<7}  {first.tokens:>4} tokens from position {first.position:>4}  {verdict}  "
-        f"({_counts(line)})",
+        f"{first.phase:<7}  {format_count(first.tokens, 'token'):>10} from position {first.position:>4}  {verdict}  "
+        f"({_counts(found)})",
         soft_wrap=True,
     )
+    for layer in dict.fromkeys(one.layer for one in found if not one.is_good):
+        place = "all layers" if layer is None else f"layer {layer:>4}"
+        output().print(f"  {place}  [bold red]{_faults(found, layer)}[/bold red]", soft_wrap=True)
 
 
-def _counts(line: list[Comparison]) -> str:
-    """Return how many parts and experts of a layer were compared."""
-    experts = [f"{one.used} of {one.experts} {one.part}" for one in line if one.used is not None]
-    parts = [format_count(len(line) - len(experts), "part")] if len(line) > len(experts) else []
-    return ", ".join(parts + experts)
+def _faults(found: list[Comparison], layer: int | None) -> str:
+    """Return which parts of a layer are not finite, or differ by more than rounding."""
+    of_layer = [one for one in found if one.layer == layer]
+    broken = ", ".join(one.part for one in of_layer if not one.is_finite)
+    if broken:
+        return f"NaN or infinity in its weights or inputs: {broken}"
+    return ", ".join(f"{one.part} differs by {one.largest_difference:.3g}" for one in of_layer if not one.is_near)
+
+
+def _counts(found: list[Comparison]) -> str:
+    """Return how many layers, parts and experts of a pass were compared."""
+    layers = {one.layer for one in found} - {None}
+    experts: dict[str, tuple[int, int]] = {}
+    for one in found:
+        if one.used is not None and one.experts is not None:
+            used, of = experts.get(one.part, (0, 0))
+            experts[one.part] = used + one.used, of + one.experts
+    parts = format_count(sum(one.used is None for one in found), "part")
+    return ", ".join(
+        [format_count(len(layers), "layer"), parts, *(f"{used} of {of} {part}" for part, (used, of) in experts.items())]
+    )
 
 
 def _print_verdict(report: Report) -> None:
