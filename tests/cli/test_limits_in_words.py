@@ -8,12 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from smoe.cli.summary import _experts, _memory, _process
+from smoe.cli.summary import _experts, _limit, _memory, _per_token, _process
 from smoe.config import EngineConfig
 from smoe.errors import ContextError
+from smoe.generation.generate import Answer, Generation
 from smoe.load.ledger import shortages_of
 from smoe.machine.device import CPU
 from smoe.machine.process_memory import ProcessMemory
+from smoe.metrics import Counters
 
 LONG = "Once upon a time there was a cat. " * 130
 
@@ -94,6 +96,25 @@ def test_experts_read_in_the_background_are_called_so():
     assert _experts(report).endswith("1.00 MiB read per token in the background until the whole model is in memory")
     report.hit_ratio, report.all_fit = 0.5, False
     assert _experts(report) == "50.0% were in memory, 1.00 MiB read per token"
+
+
+@pytest.mark.parametrize(("seconds", "is_explained"), [(0.001, True), (0.02, False)])
+def test_a_small_share_of_the_limit_is_explained_for_small_models(seconds: float, is_explained: bool) -> None:
+    """A newcomer reads 9 % as 91 % that are wasted."""
+    floor, rates = SimpleNamespace(overlapped_seconds=seconds, bound_by="disk"), SimpleNamespace(source="measured")
+    found = _limit(SimpleNamespace(floor=floor, floor_share=0.09, rates=rates, beats_rates=False))
+    assert found.startswith("this run reached 9% of the speed that this hardware allows. At full speed the disk takes")
+    assert found.endswith("A model this small spends most of its time on other work.") is is_explained
+
+
+def test_the_rate_is_that_of_the_mean_time() -> None:
+    answer, counters = Answer(token_ids=[1] * 5), Counters()
+    times = [1.0, 1.01, 1.02, 1.03, 1.08]
+    generation = Generation([answer], 0.0, times, 1.1, counters, counters, was_interrupted=False, notes=[])
+    report = SimpleNamespace(generation=generation, tpot_asked_seconds=None)
+    assert _per_token(report) == "20 ms = 50 tokens/s (median 10 ms, p95 50 ms)"
+    generation.answers.append(answer)
+    assert _per_token(report) == "20 ms for 2 at once = 100 tokens/s (median 10 ms, p95 50 ms)"
 
 
 MIB = 2**20

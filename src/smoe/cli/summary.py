@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from smoe.server.totals import Totals
 
 _NONE = "-"
+_LITTLE_SECONDS = 0.005
+"""The time per token that the hardware needs, below which other work takes most of a token's time: Python, and
+operations that move few bytes."""
 _UNUSED_TEMPLATE = "this model has one; smoe chat uses it, and smoe generate continues the prompt as it is"
 _TORCH_ALONE = "torch computed all layers"
 _COMPUTED = {
@@ -126,10 +129,11 @@ def _per_token(report: RunReport) -> str:
     generation = report.generation
     if generation.tpot_median_seconds is None or generation.tokens_per_second is None:
         return ""
-    together = f"for {len(generation.answers)} at once " if len(generation.answers) > 1 else ""
+    together = f" for {len(generation.answers)} at once" if len(generation.answers) > 1 else ""
     return (
-        f"{_seconds(generation.tpot_median_seconds)} median, {_seconds(generation.tpot_p95_seconds)} p95 {together}"
-        f"= {format_rate(generation.tokens_per_second)}{_beyond(report)}"
+        f"{_seconds(generation.tpot_mean_seconds)}{together} = {format_rate(generation.tokens_per_second)} "
+        f"(median {_seconds(generation.tpot_median_seconds)}, p95 {_seconds(generation.tpot_p95_seconds)})"
+        f"{_beyond(report)}"
     )
 
 
@@ -313,7 +317,9 @@ def _limit(report: RunReport) -> str:
             "this run was faster than the measured rates allow, for example because of the processor's cache or a "
             f"quieter machine. By these rates, a{slowest}"
         )
-    return f"this run reached {report.floor_share:.0%} of the speed that this hardware allows. A{slowest}"
+    is_little = report.floor.overlapped_seconds < _LITTLE_SECONDS and report.floor_share < 0.5
+    elsewhere = " A model this small spends most of its time on other work." if is_little else ""
+    return f"this run reached {report.floor_share:.0%} of the speed that this hardware allows. A{slowest}{elsewhere}"
 
 
 def waiting(report: RunReport) -> str:

@@ -101,6 +101,10 @@ class Generation:
         return None if self.waited_seconds is None or whole <= 0 else min(1.0, self.waited_seconds / whole)
 
     @property
+    def tpot_mean_seconds(self) -> float | None:
+        return statistics.fmean(self.step_seconds) if self.step_seconds else None
+
+    @property
     def tpot_median_seconds(self) -> float | None:
         return statistics.median(self.step_seconds) if self.step_seconds else None
 
