@@ -219,7 +219,7 @@ class Engine:
             return
         known = set(keys := self.store.keys())
         self._filling = list(dict.fromkeys([*(each for each in first if each in known), *across_layers(keys)]))
-        self.executor.leaves_filling = self._filler.is_cached
+        self.executor.leave_filling(self._filler.is_cached)
         with self.passes.turn():
             self.fill()
 

@@ -86,10 +86,8 @@ class LayerExecutor:
         """The device's waits since the engine was made, without those for look-aheads (`Counters.look_aheads`)."""
         self.observers: list[StepObserver] = []
         """Observers of every step, such as `smoe.trace` and measurements."""
-        self.leaves_filling: Callable[[], bool] | None = None
-        """Whether the first pass leaves free cache slots free, because they are filled while no text is computed. None:
-        every prompt fills its share of them."""
         self.now = compute.pacing.now
+        self._leaves_filling: Callable[[], bool] | None = None
         self._is_filled_later = False
         """Whether the running pass leaves free cache slots free."""
         self._balancer = balancer
@@ -240,10 +238,15 @@ class LayerExecutor:
             predictor.observe_input(routing, step.hidden)
         return routing
 
+    def leave_filling(self, is_cached: Callable[[], bool]) -> None:
+        """Leave free cache slots free in the first pass, if `is_cached()` is true when it begins. They are then filled
+        while no text is computed."""
+        self._leaves_filling = is_cached
+
     def begin_pass(self, ids: torch.Tensor | None, cache: RowCache | None) -> None:
         """Start a forward pass over the tokens `ids` [rows, new positions], which follow the tokens in `cache`."""
         is_first = self.counters.forward_passes == 0
-        self._is_filled_later = is_first and self.leaves_filling is not None and self.leaves_filling()
+        self._is_filled_later = is_first and self._leaves_filling is not None and self._leaves_filling()
         if self._balancer is not None:
             self._balancer.begin_pass(0 if cache is None else cache.length)
         if self.prefetching.is_on:
