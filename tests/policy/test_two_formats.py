@@ -171,8 +171,11 @@ def assert_upgrades_are_modest(upgrades: Sequence[Load], decision: Decision, is_
     assert len({load.slot for load in upgrades}) == len(upgrades)
 
 
-def run(all_steps: Sequence[Step], pools: Sequence[PoolSize], name: str, switches: Switches) -> Executor:
-    """As the engine serves them; what nobody waits for arrives when a step says so, or when it is waited for."""
+def run(
+    all_steps: Sequence[Step], pools: Sequence[PoolSize], name: str, switches: Switches, leaves_free: bool = False
+) -> Executor:
+    """As the engine serves them; what nobody waits for arrives when a step says so, or when it is waited for.
+    `leaves_free`: prompts leave free slots free."""
     eviction = make_eviction_for(EvictionSettings(name), pools, dict.fromkeys(range(LAYERS), EXPERTS))
     executor = Executor(SlotTable(*pools), eviction)
     table, shares = executor.table, layer_shares(executor.table, range(LAYERS))
@@ -188,8 +191,12 @@ def run(all_steps: Sequence[Step], pools: Sequence[PoolSize], name: str, switche
 
         if not table.staged:
             copies.append(expected_copies(routing, table, switches))
-        decision = decide(routing, table, eviction, shares[routing.layer], switches, None, drop_stale)
+        share = 0 if leaves_free else shares[routing.layer]
+        decision = decide(routing, table, eviction, share, switches, None, drop_stale)
         assert_decision_is_sound(decision, routing, copies[0], table)
+        if leaves_free and routing.phase is Phase.PREFILL:
+            assert not any(load.keep for load in decision.plan.loads)
+            assert all(promotion.victim is not None for promotion in decision.plan.promotions)
         executor.adopt(decision.plan)
         named = [each._replace(low=guessed_low) for each in predictions(routing.layer, guessed)]
         prefetch = plan_prefetch(named, table, decision.plan)
@@ -211,6 +218,9 @@ def run(all_steps: Sequence[Step], pools: Sequence[PoolSize], name: str, switche
     pools=sizes(),
     name=st.sampled_from(sorted(ONLINE_EVICTION)),
     switches=switches(),
+    leaves_free=st.booleans(),
 )
-def test_any_sequence(all_steps: list[Step], pools: list[PoolSize], name: str, switches: Switches) -> None:
-    run(all_steps, pools, name, switches)
+def test_any_sequence(
+    all_steps: list[Step], pools: list[PoolSize], name: str, switches: Switches, leaves_free: bool
+) -> None:
+    run(all_steps, pools, name, switches, leaves_free)

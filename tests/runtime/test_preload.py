@@ -200,14 +200,23 @@ def test_the_first_prompt_leaves_free_slots_to_the_background_if_its_file_is_cac
     folder = toy("qwen3_moe", dtype=torch.bfloat16)
     model = open_model(folder, "half", preload=None)
     engine = model.offload
+    kept = list[bool]()
+    read = DiskReader.read
+
+    def noted(self: DiskReader, *given: Any) -> int:
+        kept.append(given[3])
+        return read(self, *given)
+
     monkeypatch.setattr(Filler, "is_cached", lambda filler: is_cached)
     engine.fill_when_idle([])
     engine.pause_filling()
     engine.executor.reset(engine.fresh_eviction())
+    monkeypatch.setattr(DiskReader, "read", noted)
     first = model(oracle.PROMPT).logits
     assert bool(engine.executor.table.ready) is not is_cached
+    assert any(kept) is not is_cached, "experts that only pass stay in the page cache"
     second = model(oracle.PROMPT).logits
-    assert len(engine.executor.table.ready) > 0
+    assert len(engine.executor.table.ready) > 0 and any(kept)
     assert torch.equal(first, second)
 
 
@@ -239,9 +248,8 @@ def test_a_first_pass_without_reads_leaves_nothing_filled(toy: Callable[..., Pat
     model = open_model(folder, "half", preload=None)
     model.offload.fill_when_idle([])
     first_pass(model, NoText())
-    assert not _mapped_pages(model.offload._arena), (
-        "replacing pages that were only read takes longer than a first write"
-    )
+    if Path("/proc/self/pagemap").exists():
+        assert not _mapped_pages(model.offload._arena), "replacing pages that were only read is slower than writing"
     assert not model.offload.executor.table.ready and not model.offload.executor.arrivals.tickets
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
 

@@ -122,7 +122,9 @@ def _staying(
     if not newcomers:
         return _Staying(set(), {})
     pool, own = residency.pool(layer, form), residency.pool(layer)
-    share = layer_share if pool is own else max(1, layer_share * pool.cache_slots // own.cache_slots)
+    share = layer_share
+    if share and pool is not own:
+        share = max(1, layer_share * pool.cache_slots // own.cache_slots)
     last_uses = Counter((layer, expert, form) for row in last_rows(routing) for expert in routing.top_k_index[row])
     residents = [key for key in ready if key[0] == layer and key[2] == form and key not in staged]
     room = max(0, min(len(pool.free_cache), share - len(residents)))
