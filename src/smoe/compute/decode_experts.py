@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from smoe.compute.expert_math import ExpertMath, Weights, empty_sum
+from smoe.compute.expert_math import ExpertMath, Weights, add_rows, empty_sum
 from smoe.compute.in_slots import InSlots
 from smoe.compute.thread_pool import ThreadPool
 from smoe.gpu_kernels.source import MOST_TOKENS as MOST_IN_SLOTS
@@ -221,7 +221,7 @@ class _SeveralByOperations:
         for n in self._ascending:
             output = self._outputs[n]
             if output is not None:
-                total.index_add_(0, self._routes[n][1], output.to(total.dtype))
+                add_rows(total, self._routes[n][1], output.to(total.dtype))
         return total.to(self._hidden.dtype)
 
 
@@ -284,7 +284,8 @@ class _InOnePiece:
         rows = [row for _, row in places]
         gains = torch.tensor([self._gains[row] for row in rows], dtype=torch.float32).unsqueeze(1)
         tokens = torch.tensor([token for token, _ in places], dtype=torch.long)
-        total = torch.zeros(self._hidden.shape, dtype=torch.float32).index_add_(0, tokens, self._rows[rows] * gains)
+        total = torch.zeros(self._hidden.shape, dtype=torch.float32)
+        add_rows(total, tokens, self._rows[rows] * gains)
         return total.to(self._hidden.dtype)
 
     def total(self) -> torch.Tensor:

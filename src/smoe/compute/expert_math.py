@@ -26,6 +26,7 @@ from smoe.kernels.matrix import Matrix, in_bf16
 from smoe.kernels.proof import agrees, agrees_on_many_rows, agrees_on_rows, same_bits
 from smoe.kernels.rows import MOST_ROWS
 from smoe.kernels.spinning_pool import Product, SpinningPool
+from smoe.kernels.threads import threads
 from smoe.memory.arena import Arena
 from smoe.memory.store import Part
 from smoe.models.experts import is_transposed
@@ -51,6 +52,16 @@ def library_products(products: Sequence[Product]) -> None:
 def empty_sum(math: ExpertMath, hidden: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
     """Return zeros [T, H] to which outputs of experts are added, in the dtype in which transformers adds them."""
     return torch.zeros_like(hidden, dtype=top_k_weights.dtype if math.sums_as_weights else hidden.dtype)
+
+
+def add_rows(total: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor) -> None:
+    """Add `rows` [n, H] to the rows `tokens` [n] of `total` [T, H].
+
+    On the CPU, torch divides even a few rows among all of its threads. If another program takes a core, that wait takes
+    milliseconds, once for each expert; so one thread adds.
+    """
+    with threads(1):
+        total.index_add_(0, tokens, rows)
 
 
 class Weights(Protocol):

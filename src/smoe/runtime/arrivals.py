@@ -270,6 +270,10 @@ class Arrivals:
         """Return the weights of the expert of a task, after waiting for its load if necessary."""
         return self.ready(serve.key) if serve.key in self.table.ready else self._arrive(serve.key)
 
+    def is_coming(self, key: ExpertKey) -> bool:
+        """Return whether an expert is in a slot, or its load has been started."""
+        return key in self.table.ready or key in self.tickets
+
     def ready(self, key: ExpertKey) -> Weights:
         """Return the weights of an expert that is in a slot."""
         weights = self._weights[self.table.ready[key]]

@@ -2,7 +2,8 @@
 outputs are summed in a fixed order.
 
 Few tokens pass through all resident experts in one call, a long prompt through one expert after the other. Experts that
-the CPU computes in parallel with the device are started first, and their results are fetched last.
+take less time than a call are computed together, after the last of them has arrived. Experts that the CPU computes in
+parallel with the device are started first, and their results are fetched last.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from concurrent.futures import Future
 import torch
 
 from smoe.compute.decode_experts import DecodeExperts, routes_on_device
-from smoe.compute.expert_math import Weights, empty_sum
+from smoe.compute.expert_math import Weights, add_rows, empty_sum
 from smoe.compute.experts import Experts
 from smoe.compute.unit import ComputeUnit, ExpertTask, Others
 from smoe.expert import EXACT, ExpertKey
@@ -30,6 +31,9 @@ from smoe.runtime.lifetime import Helpers
 _SHORT_PROMPT = 64
 """The maximum number of tokens of a prompt that may pass through all experts of a layer at once, which stores each
 expert's output separately until the end."""
+_SMALL_EXPERT_BYTES = 256 * 2**10
+"""The size of an expert up to which computing it takes less time than a call of the kernel, so that a token's experts
+are computed in one call, after the last of them has arrived."""
 _HANDED_OVER = 4
 """The maximum number of experts of a prompt that another unit computes at a time."""
 
@@ -77,6 +81,7 @@ class LayerCompute:
         self.others = others
         self.pacing = pacing
         self._now = pacing.now
+        self._are_small = arrivals.stores[EXACT].expert_bytes <= _SMALL_EXPERT_BYTES
 
     def reset(self) -> None:
         """Reset the compute units other than the device, and the counter of lateness. Nothing may be in flight."""
@@ -145,7 +150,7 @@ class LayerCompute:
         """Return the weighted sum of a plan's experts [T, H] for few tokens. `from_unit`: the results of experts that
         other compute units compute."""
         serves = plan.serves
-        kernel = self._kernel_of_token(plan, hidden) if not meanwhile.may_start_loads else None
+        kernel = self._kernel_of_token(plan, hidden, meanwhile)
         if kernel is not None:
             return self._one_token(kernel, serves, hidden, top_k_weights)
         tokens = self.experts.begin[plan.layer](serves, hidden, top_k_weights)
@@ -159,33 +164,51 @@ class LayerCompute:
                 meanwhile.finished(end)
         if here < len(serves):
             meanwhile.residents_done(lambda: tokens.partial(here))
-        for n, serve in enumerate(serves[here:], start=here):
-            if serve.unit != DEVICE:
-                tokens.put(n, self._from_unit(from_unit, serve))
+        n = here
+        while n < len(serves):
+            if serves[n].unit != DEVICE:
+                tokens.put(n, self._from_unit(from_unit, serves[n]))
+                n += 1
                 continue
-            weights = [self.arrivals.weights_of(serve)]
+            some = self._awaited_together(serves, n)
+            weights = [self.arrivals.weights_of(serve) for serve in some]
             meanwhile.finished(n)
-            self._compute(tokens, n, weights, [serve])
-            self.arrivals.served(serve, n + 1)
-            meanwhile.finished(n + 1)
+            self._compute(tokens, n, weights, some)
+            for serve in some:
+                n += 1
+                self.arrivals.served(serve, n)
+            meanwhile.finished(n)
         return tokens.total()
 
-    def _kernel_of_token(self, plan: LayerPlan, hidden: torch.Tensor) -> TokenExperts | None:
+    def _awaited_together(self, serves: Sequence[Serve], first: int) -> Sequence[Serve]:
+        """Return the expert tasks from number `first` on that are computed in one call, after the last of their experts
+        has arrived: one, or several whose loads have begun if the experts are small."""
+        if not self._are_small:
+            return serves[first : first + 1]
+        end = first + 1
+        while end < len(serves) and serves[end].unit == DEVICE and self.arrivals.is_coming(serves[end].key):
+            end += 1
+        return serves[first:end]
+
+    def _kernel_of_token(self, plan: LayerPlan, hidden: torch.Tensor, meanwhile: Meanwhile) -> TokenExperts | None:
         """Return the kernel that computes all experts of one token at once, or None. It requires one token, and that
-        all of its experts are resident and supported by the kernel."""
+        its experts are supported by the kernel and resident, or so small that they are waited for together."""
         serves, kernel = plan.serves, self.experts.token_kernels[plan.layer]
-        if hidden.shape[0] != 1 or plan.loads or len(serves) > MOST_EXPERTS or not hidden.is_contiguous():
+        if hidden.shape[0] != 1 or len(serves) > MOST_EXPERTS or not hidden.is_contiguous():
             return None
-        if any(serve.waits or serve.unit != DEVICE or len(serve.routes) != 1 for serve in serves):
+        if any(serve.unit != DEVICE or len(serve.routes) != 1 for serve in serves) or meanwhile.may_start_loads:
             return None
-        return kernel
+        is_complete = not plan.loads and not any(serve.waits for serve in serves)
+        may_wait = self._are_small and meanwhile is NOTHING and not any(load.after for load in plan.loads)
+        return kernel if is_complete or may_wait else None
 
     def _one_token(
         self, kernel: TokenExperts, serves: Sequence[Serve], hidden: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return the weighted sum [1, H] of resident experts for one token [1, H]; top_k_weights [1, K]."""
+        """Return the weighted sum [1, H] of a plan's experts for one token [1, H]; top_k_weights [1, K]. Experts that
+        are not resident are waited for first."""
         gains, out, ascending = top_k_weights.flatten().tolist(), torch.empty_like(hidden), sorted(serves, key=_key_of)
-        matrices = [self.arrivals.ready(serve.key).matrices for serve in ascending]
+        matrices = [self.arrivals.weights_of(serve).matrices for serve in ascending]
         self._multiply(kernel, hidden, matrices, [gains[serve.routes[0]] for serve in ascending], out)
         self._note_served(serves, 0)
         return out
@@ -221,11 +244,11 @@ class LayerCompute:
         tokens.compute(first, weights)
 
     def _is_short(self, plan: LayerPlan, hidden: torch.Tensor) -> bool:
-        """Return whether a prompt can be computed by the method for few tokens: it is short, a kernel computes its
-        experts, and all of them are resident."""
+        """Return whether a prompt can be computed by the method for few tokens: it is short, and a kernel computes its
+        experts, all of them on this device."""
         if self.experts.maths[plan.layer, EXACT].kernels.token is None or hidden.shape[0] > _SHORT_PROMPT:
             return False
-        return not plan.loads and not any(serve.waits or serve.unit != DEVICE for serve in plan.serves)
+        return all(serve.unit == DEVICE for serve in plan.serves)
 
     def _from_unit(self, from_unit: dict[ExpertKey, Future[torch.Tensor]], serve: Serve) -> torch.Tensor:
         """Wait for the output of an expert that another compute unit computes, and return the output on the device."""
@@ -255,7 +278,7 @@ class LayerCompute:
             else:
                 y = self._from_unit(handed_over.under_way, serve)
                 handed_over.go_on(serve.unit)
-                total.index_add_(0, tokens, (y * flat_weights[route]).to(total.dtype))
+                add_rows(total, tokens, (y * flat_weights[route]).to(total.dtype))
             self.arrivals.served(serve, computed)
         counters.compute_seconds += self._now() - started - (counters.elsewhere_seconds - before)
         return total.to(hidden.dtype)
@@ -272,7 +295,7 @@ class LayerCompute:
         """Add the output of one expert to `total` [T, H]. `tokens`: the tokens of the prompt that chose the expert;
         `gains` [n, 1]: the factors for their outputs."""
         y = self.experts.math_of(serve.key).forward(hidden[tokens], weights)
-        total.index_add_(0, tokens, (y * gains).to(total.dtype))
+        add_rows(total, tokens, (y * gains).to(total.dtype))
 
     def _prompt_kernel(self, plan: LayerPlan) -> TokenExperts | None:
         """Return the kernel that computes a prompt's experts and adds their outputs, or None if one of the experts
