@@ -5,7 +5,8 @@
 Each round starts `smoe serve` twice: with the file dropped from the page cache (cold), and with as much of it in the
 page cache as fits (cached). A client asks for a text as soon as the server's port is open. All times are seconds from
 the start of the process. `smoe plan` makes its forecast before each round, so those of later rounds are calibrated by
-the runs before them.
+the runs before them. Before each start, scattered ranges of the file are read for a second past the page cache, which
+gives the disk's rate at that time.
 """
 
 from __future__ import annotations
@@ -13,22 +14,30 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import mmap
 import os
 import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from bench.peers.cgroup import MemoryCgroup, find_parent
 from bench.peers.isa import VARIABLES
 from bench.peers.process import JOIN_AND_RUN
+from smoe.memory.expert_files import DiskReader
+from smoe.memory.store import Read
 from smoe.units import parse_bytes
 
 PROMPT = "The people of the town walked to the river in the early morning and looked for the old boat there"
 CONTEXT = "1024"
 _BLOCK = 64 * 2**20
+_REQUEST_BYTES = 2 * 2**20
+"""The size of a read that measures the disk: about that of an expert."""
+_READERS = 2
+_DISK_SECONDS = 1.0
 _LEAST_SECONDS = 0.02
 
 
@@ -47,8 +56,9 @@ def main() -> None:
     for number in range(given.rounds):
         forecast = plan(given)
         for state in ("cold", "cached"):
+            rate = disk_rate(given.model)
             prepare(given.model, state)
-            start = one_start(given) | {"round": number, "state": state, "forecast": forecast}
+            start = one_start(given) | {"round": number, "state": state, "forecast": forecast, "disk_rate": rate}
             found.append(start)
             print(line(start), flush=True)
     print(json.dumps({"conditions": conditions(given), "starts": found}))
@@ -68,6 +78,35 @@ def plan(given: argparse.Namespace) -> dict[str, Any]:
     names += ["first_pass_seconds", "is_calibrated"]
     cpu = after.children_user + after.children_system - before.children_user - before.children_system
     return {name: said.get(name) for name in names} | {"plan_cpu_seconds": cpu}
+
+
+def disk_rate(path: Path) -> float:
+    """Return the rate of direct reads of scattered ranges of a file, in bytes per second."""
+    reader, ranges = DiskReader(direct=True), path.stat().st_size // _REQUEST_BYTES
+    started = time.perf_counter()
+
+    def read_some(thread: int) -> int:
+        buffer, came = memoryview(mmap.mmap(-1, _REQUEST_BYTES)), 0
+        for n in range(thread, ranges, _READERS):
+            came += reader.read(
+                Read(path, n * 7919 % ranges * _REQUEST_BYTES, _REQUEST_BYTES, 0, _REQUEST_BYTES), buffer
+            )
+            if time.perf_counter() > started + _DISK_SECONDS:
+                break
+        return came
+
+    try:
+        with ThreadPoolExecutor(_READERS) as pool:
+            came = sum(pool.map(read_some, range(_READERS)))
+        return came / (time.perf_counter() - started)
+    finally:
+        reader.close()
+
+
+def bytes_read_by(process: int) -> int:
+    """Return the bytes that a process has read from storage until now."""
+    rows = dict(row.split(": ") for row in Path(f"/proc/{process}/io").read_text().splitlines())
+    return int(rows["read_bytes"])
 
 
 def prepare(path: Path, state: str) -> None:
@@ -92,7 +131,7 @@ def one_start(given: argparse.Namespace, prompt: str = PROMPT) -> dict[str, Any]
         server = subprocess.Popen(shell, env=environment(given), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         try:
             opened = wait_for_port(server, port, started + given.timeout)
-            times = ask(port, given, prompt)
+            times, read = ask(port, given, prompt, server.pid)
         finally:
             server.terminate()
             errors = server.communicate()[1].decode()[-2000:]
@@ -103,17 +142,20 @@ def one_start(given: argparse.Namespace, prompt: str = PROMPT) -> dict[str, Any]
     return {
         "open_seconds": opened - started,
         "first_token_seconds": times[0] - started,
+        "first_token_bytes": read,
         "tokens": len(times),
         "tokens_per_second": (len(times) - 1) / decoding if decoding else None,
         "peak_bytes": peak,
     }
 
 
-def ask(port: int, given: argparse.Namespace, prompt: str) -> list[float]:
-    """Return the times at which the tokens of a streamed text came."""
+def ask(port: int, given: argparse.Namespace, prompt: str, server: int) -> tuple[list[float], int]:
+    """Return the times at which the tokens of a streamed text came, and the bytes that the process `server` had read
+    from storage when the first one came."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=given.timeout)
     body = {"model": "any", "prompt": prompt, "max_tokens": given.new, "temperature": 0, "stream": True}
     body |= {"ignore_eos": True}
+    read = 0
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     answer, times = connection.getresponse(), list[float]()
     if answer.status != 200:
@@ -121,8 +163,9 @@ def ask(port: int, given: argparse.Namespace, prompt: str) -> list[float]:
     for row in iter(answer.readline, b""):
         if row.startswith(b"data: {") and json.loads(row[6:]).get("choices"):
             times.append(time.perf_counter())
+            read = read or bytes_read_by(server)
     connection.close()
-    return times
+    return times, read
 
 
 def wait_for_port(server: subprocess.Popen[bytes], port: int, deadline: float) -> float:
@@ -158,7 +201,8 @@ def line(start: dict[str, Any]) -> str:
     rate, forecast = start["tokens_per_second"], start["forecast"]
     return (
         f"round {start['round']} {start['state']:6}: open {start['open_seconds']:5.1f} s, first token "
-        f"{start['first_token_seconds']:5.1f} s, {rate:.2f} tokens/s, peak {start['peak_bytes'] / 2**30:.2f} GiB; "
+        f"{start['first_token_seconds']:5.1f} s after {start['first_token_bytes'] / 1e9:.1f} GB from a disk of "
+        f"{start['disk_rate'] / 1e9:.2f} GB/s, {rate:.2f} tokens/s, peak {start['peak_bytes'] / 2**30:.2f} GiB; "
         f"forecast {forecast['first_tokens_per_second']:.2f} tokens/s, calibrated: {forecast['is_calibrated']}"
     )
 
