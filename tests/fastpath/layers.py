@@ -33,7 +33,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 96,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 128,
     "attn_implementation": "sdpa",
 }
 MODELS: dict[str, tuple[type, type, dict[str, Any]]] = {

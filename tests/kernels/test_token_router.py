@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from smoe.kernels.token_router import RoutedRow, TokenRouter
+from smoe.kernels.spinning_pool import SpinningPool
+from smoe.kernels.token_router import Routed, TokenRouter
 from tests import promised
 
 ROWS = 200
@@ -25,12 +26,12 @@ def _machine_code() -> None:
     promised.needs_machine_code()
 
 
-def by_torch(logits: torch.Tensor, top_k: int, is_normalised: bool) -> RoutedRow:
+def by_torch(logits: torch.Tensor, top_k: int, is_normalised: bool) -> Routed:
     weights, index = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k)
-    return RoutedRow(logits, (weights / weights.sum() if is_normalised else weights).bfloat16(), index)
+    return Routed(logits, (weights / weights.sum() if is_normalised else weights).bfloat16(), index)
 
 
-def chosen_from(router: TokenRouter, logits: torch.Tensor) -> RoutedRow:
+def chosen_from(router: TokenRouter, logits: torch.Tensor) -> Routed:
     router.logits.copy_(logits)
     router.choose()
     return router.routed()
@@ -91,3 +92,24 @@ def test_the_memory_of_tasks_lives_as_long_as_the_router_writes_there() -> None:
     assert seen() is not None
     router.complete(np.ones((16, 1), np.int64), np.zeros((0, 3), np.int64), None)
     assert seen() is None
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 300])
+@pytest.mark.parametrize(("experts", "top_k"), [(64, 8), (16, 2), (256, 8)])
+@pytest.mark.parametrize("is_normalised", [True, False])
+def test_several_rows_are_routed_as_each_alone(rows: int, experts: int, top_k: int, is_normalised: bool) -> None:
+    """Would catch a row that takes its neighbour's logits or place, a row beyond the last one, scratch memory that two
+    threads share."""
+    generator, router = torch.Generator().manual_seed(0), TokenRouter(experts, top_k, is_normalised)
+    logits = (3 * torch.randn(rows, experts, generator=generator)).bfloat16()
+    assert router.takes_rows(logits)
+    with SpinningPool(2, in_own_order=True) as pool:
+        found = router.choose_each(pool, logits)
+    for n, alone in enumerate(chosen_from(router, row) for row in logits.split(1)):
+        assert torch.equal(found.weights[n], alone.weights[0])
+        assert torch.equal(found.chosen[n], alone.chosen[0])
+
+
+@pytest.mark.parametrize("experts", [60, 130])
+def test_rows_of_part_of_a_register_are_refused(experts: int) -> None:
+    assert not TokenRouter(experts, 4, True).takes_rows(torch.zeros(3, experts, dtype=torch.bfloat16))

@@ -221,6 +221,11 @@ def kernel_of(module: nn.Module) -> OneQuery | None:
     return getattr(module, _ATTRIBUTE, None)
 
 
+def prompt_kernel_of(module: nn.Module) -> SeveralQueries | None:
+    """Return the kernel for several tokens that an attention module uses, or None."""
+    return getattr(module, _PROMPTS, None)
+
+
 def _shape(module: nn.Module, model: PreTrainedModel) -> Shape | None:
     """Return the shape of heads of a module, or None if it is not an attention module of transformers."""
     size = getattr(module, "head_dim", None)
@@ -290,10 +295,10 @@ def _that_serves(
 ) -> OneQuery | SeveralQueries | None:
     """Return the kernel of an attention module that can compute a call with these tensors, or None if none of its
     kernels can."""
-    one: OneQuery | None = getattr(module, _ATTRIBUTE, None)
+    one = kernel_of(module)
     if one is not None and mask is None and one.serves(query, key, value):
         return one
-    several: SeveralQueries | None = getattr(module, _PROMPTS, None)
+    several = prompt_kernel_of(module)
     if several is None:
         return None
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal  # as in transformers

@@ -22,8 +22,9 @@ from torch.nn.modules import module as all_modules
 from transformers import PreTrainedModel
 
 from smoe.fastpath import attention
+from smoe.fastpath.layer_proof import PROOF_POSITIONS, Embeddings, agrees, agrees_on_prompts
+from smoe.fastpath.prompt_layer import PromptLayer
 from smoe.kernels.matrix import Matrix
-from smoe.kernels.proof import same_bits
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.kernels.token_attention import AttachedRouter, Norm, Parts, Place, Projection, Scratch, TokenAttention, fits
 from smoe.kernels.token_router import TokenRouter
@@ -34,18 +35,11 @@ from smoe.models.quantised_linear import QuantisedLinear
 _ATTENTION, _NORM, _LAST_NORM = "self_attn", "input_layernorm", "post_attention_layernorm"
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _HEAD_NORMS = ("q_norm", "k_norm")
-_PROOF_POSITIONS, _PROOF_TURNS = 5, 4
+_PROMPTS = "prompt in a decoder layer"
 _UNDERSTOOD = {"position_ids", "use_cache", "cache_position", "output_router_logits"}
 """Arguments of a layer that do not matter for one token with a cache."""
 
 Forward = Callable[..., Any]
-
-
-class _Embeddings(NamedTuple):
-    """The outputs of a model's rotary embedding for one token, each [1, 1, rotary size]."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
 
 
 def speed_up(
@@ -73,12 +67,31 @@ def speed_up(
         scratch.reserve(parts)
         ours = OneToken(layer, TokenAttention(pool, parts, scratch))
         subject = _kind(layer, parts), pool.kind
-        if verdicts.of("decoder layer", subject, partial(_agrees, model, layer, ours, embeddings)):
+        if verdicts.of("decoder layer", subject, partial(agrees, model, layer, ours, embeddings)):
             layer.forward = ours.forward  # type: ignore[method-assign]
             found[layer] = ours
+            _speed_up_prompts(model, layer, ours, embeddings, pool, partial(verdicts.of, _PROMPTS, subject))
     for one, following in itertools.pairwise(found.values()):
         one.work.fetch_for(following.work)
     return found
+
+
+def _speed_up_prompts(
+    model: PreTrainedModel,
+    layer: nn.Module,
+    ours: OneToken,
+    embeddings: Embeddings,
+    pool: SpinningPool,
+    verdict: Callable[[Callable[[], bool]], bool],
+) -> None:
+    """Make a decoder layer compute several tokens of one text by our method, if our kernel computes their attention and
+    the bits are those of transformers. `verdict`: returns the result of a test, which may be known."""
+    first, own, last = (layer.get_submodule(name) for name in (_NORM, _ATTENTION, _LAST_NORM))
+    if attention.prompt_kernel_of(own) is None:
+        return
+    prompt = PromptLayer(first, own, last, ours.work.parts, pool)
+    if verdict(partial(agrees_on_prompts, model, layer, ours, prompt, embeddings)):
+        ours.read_prompts_by(prompt)
 
 
 def projections(model: nn.Module) -> set[nn.Module]:
@@ -88,19 +101,19 @@ def projections(model: nn.Module) -> set[nn.Module]:
     return {child for module in attentions for name, child in module.named_children() if name in _PROJECTIONS}
 
 
-def _embeddings(model: PreTrainedModel) -> _Embeddings | None:
+def _embeddings(model: PreTrainedModel) -> Embeddings | None:
     """Return the outputs of the model's rotary embedding for some position. Return None if the model has no rotary
     embedding, several, or one of another kind."""
     rotary = [module for name, module in model.named_modules() if name.endswith("rotary_emb")]
     if len(rotary) != 1:
         return None
-    hidden, position = torch.zeros(1, 1, model.config.get_text_config().hidden_size), torch.tensor([[_PROOF_POSITIONS]])
+    hidden, position = torch.zeros(1, 1, model.config.get_text_config().hidden_size), torch.tensor([[PROOF_POSITIONS]])
     try:
         found = rotary[0](hidden.bfloat16(), position)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # the module has another signature
         return None
     is_known = isinstance(found, tuple) and len(found) == 2 and all(map(_is_row, found)) and found[0].dim() == 3
-    return _Embeddings(*found) if is_known else None
+    return Embeddings(*found) if is_known else None
 
 
 def _is_row(x: object) -> bool:
@@ -198,8 +211,8 @@ experts that the layer's router has just chosen."""
 
 
 class OneToken:
-    """The forward function of a decoder layer. For one token, our kernels compute the layer in one job; transformers'
-    function computes every other call."""
+    """The forward function of a decoder layer. For one token, our kernels compute the layer in one job; for several
+    tokens of one text, in a few calls; transformers' function computes every other call."""
 
     def __init__(self, layer: nn.Module, work: TokenAttention) -> None:
         self.library: Forward = layer.forward
@@ -219,6 +232,11 @@ class OneToken:
         self._routed_hooks: list[Mapping[int, Any]] = []
         self._hooks_before: list[Mapping[int, Any]] = []
         """The hooks that may change, in place, the row that the router takes."""
+        self._prompt: PromptLayer | None = None
+
+    def read_prompts_by(self, prompt: PromptLayer) -> None:
+        """Compute several tokens of one text by `prompt` from now on."""
+        self._prompt = prompt
 
     @property
     def block(self) -> nn.Module:
@@ -256,10 +274,14 @@ class OneToken:
     ) -> Any:
         """Return the layer's output as transformers' forward function does. Arguments after the hidden states must be
         passed by name, as models do."""
-        if attention_mask is None and self.is_sdpa and self.is_untouched() and kwargs.keys() <= _UNDERSTOOD:
-            place = self.place(hidden_states, position_embeddings, past_key_values)
+        if self.is_sdpa and self.is_untouched() and kwargs.keys() <= _UNDERSTOOD:
+            place = self.place(hidden_states, position_embeddings, past_key_values) if attention_mask is None else None
             if place is not None:
                 return self.one_token(hidden_states, position_embeddings, place)
+            if self._prompt is not None:
+                place = self._prompt.place(hidden_states, attention_mask, position_embeddings, past_key_values)
+                if place is not None:
+                    return self.several_tokens(self._prompt, hidden_states, position_embeddings, place)
         given = {"attention_mask": attention_mask, "past_key_values": past_key_values, **kwargs}
         return self.library(hidden_states, position_embeddings=position_embeddings, **given)
 
@@ -284,6 +306,20 @@ class OneToken:
         finally:
             if router is not None:
                 router.use_for(0)
+        given: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        return after + given
+
+    def several_tokens(
+        self,
+        prompt: PromptLayer,
+        hidden: torch.Tensor,
+        embeddings: tuple[torch.Tensor, torch.Tensor],
+        place: Place,
+    ) -> torch.Tensor:
+        """Return the layer's output [1, T, H] for several tokens `hidden` [1, T, H]. `place`: where the keys and values
+        of the first one are written."""
+        after, normed = prompt(hidden, embeddings, place)
+        output = self.block(normed)
         given: torch.Tensor = output[0] if isinstance(output, tuple) else output
         return after + given
 
@@ -315,59 +351,3 @@ class OneToken:
         layer = cache.layers[self.index]
         found = layer.place() if isinstance(layer, Positioned) else None
         return None if found is None else Place(*found)
-
-
-def _agrees(model: PreTrainedModel, layer: nn.Module, ours: OneToken, embeddings: _Embeddings) -> bool:
-    """Return whether our method and transformers' compute the same bits in a decoder layer, and write the same keys and
-    values."""
-    generator = torch.Generator().manual_seed(0)
-    cache = RowCache(model.config.get_text_config(), 1, _PROOF_POSITIONS + 1)
-    modules, stub, parts = layer._modules, _Stub(), ours.work.parts
-    mlp, modules[ours.mlp] = modules[ours.mlp], stub
-
-    def numbers(*sizes: int) -> torch.Tensor:
-        return torch.randn(sizes, generator=generator).bfloat16()
-
-    try:
-        with torch.no_grad():
-            cache.layers[ours.index].update(*numbers(2, 1, parts.key_heads, _PROOF_POSITIONS, parts.size))
-            cache.begin_after(_PROOF_POSITIONS)
-            return all(
-                _agrees_on(ours, stub, cache, numbers(1, 1, parts.o.outputs), numbers(2, *embeddings.cos.shape).tanh())
-                for _ in range(_PROOF_TURNS)
-            )
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # the module has another signature
-        return False
-    finally:
-        modules[ours.mlp] = mlp
-
-
-def _agrees_on(ours: OneToken, stub: _Stub, cache: RowCache, hidden: torch.Tensor, embeddings: torch.Tensor) -> bool:
-    """Return whether our method and transformers' compute the same bits for one token `hidden`. `embeddings` [2, 1, 1,
-    rotary size]: cosines and sines."""
-    cos, sin = embeddings
-    position = torch.tensor([[cache.length]])
-    given = {"past_key_values": cache, "position_embeddings": (cos, sin), "position_ids": position}
-    theirs, seen = ours.library(hidden, attention_mask=None, use_cache=True, **given), stub.seen
-    place = ours.place(hidden, (cos, sin), cache)
-    if place is None:
-        return False
-    written = [storage[:, :, place.end].clone() for storage in (place.keys, place.values)]
-    for storage in (place.keys, place.values):
-        storage[:, :, place.end] = 0
-    mine = ours.one_token(hidden, (cos, sin), place)
-    again = [storage[:, :, place.end] for storage in (place.keys, place.values)]
-    return all(map(same_bits, (mine, stub.seen, *again), (theirs, seen, *written)))
-
-
-class _Stub(nn.Module):
-    """A replacement for a layer's mlp in tests: it stores its input and returns other numbers, whose values do not
-    matter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = torch.empty(0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = x.clone()
-        return x.flip(-1)

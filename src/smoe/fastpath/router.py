@@ -1,4 +1,4 @@
-"""Computes one row through a layer's router in machine code: softmax, the K largest scores, and their weights.
+"""Computes rows through a layer's router in machine code: softmax, the K largest scores, and their weights.
 
 transformers uses five operations, which take more time in Python than the router's product. The bits of the weights may
 differ from transformers' by one rounding. So this is used only for models with quantized weights or with products in an
@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from smoe.fastpath.decoder_layer import OneToken, RoutedBlock
 from smoe.fastpath.linear import RouterWeight, row_by_row
 from smoe.kernels.matrix import Matrix
 from smoe.kernels.spinning_pool import Product, SpinningPool
 from smoe.kernels.token_attention import AttachedRouter, Projection
-from smoe.kernels.token_router import RoutedRow, TokenRouter
+from smoe.kernels.token_router import Routed, TokenRouter
 from smoe.kernels.verdicts import Verdicts
 
 _PROOF_ROWS = 32
@@ -38,18 +39,18 @@ def speed_up(
     experts: Collection[nn.Module],
     verdicts: Verdicts | None = None,
 ) -> Collection[nn.Module]:
-    """Replace the forward function of every supported router, for one row, and make the router a part of its decoder
+    """Replace the forward function of every supported router, and make the router a part of its decoder
     layer's job where possible. Return the replaced routers.
 
     `routers` take only hidden states [T, H]; `layers`: the decoder layers with a forward function of ours; `experts`:
     the modules that contain the experts; `verdicts`: known results of proofs, to which this function adds its own.
     """
-    verdicts, found = verdicts or Verdicts(), dict[nn.Module, OneRow]()
+    verdicts, found = verdicts or Verdicts(), dict[nn.Module, OurRouter]()
     for number, router in enumerate(routers):  # each is tested with its own weights
         kind = verdicts.of("routing", (number, type(router), pool.kind), partial(_proven, router, pool))
         if kind is not None:
             number_of_experts, top_k, is_normalised = map(int, kind.split())
-            found[router] = OneRow(router, TokenRouter(number_of_experts, top_k, bool(is_normalised)), pool)
+            found[router] = OurRouter(router, TokenRouter(number_of_experts, top_k, bool(is_normalised)), pool)
     for router, ours in found.items():
         router.forward = row_by_row(pool, ours.forward)  # type: ignore[method-assign]
     for layer in layers:
@@ -64,9 +65,9 @@ def speed_up(
     return found
 
 
-class OneRow:
-    """The forward function of a router. Our machine code computes one row; transformers' function computes every other
-    call."""
+class OurRouter:
+    """The forward function of a router. Our machine code computes one row, and what follows the product of several
+    rows; transformers' function computes every other call."""
 
     def __init__(self, module: nn.Module, router: TokenRouter, pool: SpinningPool) -> None:
         self.library: Forward = module.forward
@@ -90,17 +91,24 @@ class OneRow:
         )
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the logits, routing weights and expert indices for `hidden` [..., H]. Several rows are computed by
-        transformers' function."""
+        """Return the logits [T, E], routing weights [T, K] and expert indices [T, K] for `hidden` [..., H]."""
         weight = self._weight
-        is_row = hidden.numel() == self.columns and hidden.is_contiguous() and hidden.dtype is torch.bfloat16
-        if args or kwargs or not is_row or type(weight) is not RouterWeight:
+        if args or kwargs or type(weight) is not RouterWeight or hidden.dtype is not torch.bfloat16:
             return self.library(hidden, *args, **kwargs)
+        if hidden.numel() != self.columns or not hidden.is_contiguous():
+            return self._several(hidden)
         if hidden.data_ptr() != self.router.row_at:
             with torch._C.DisableTorchFunctionSubclass():
                 self._pool.multiply([Product(hidden, weight.t(), self._logits, None, self._part)])
             self.router.choose()
         return tuple(self.router.routed())
+
+    def _several(self, hidden: torch.Tensor) -> Any:
+        """Return the same as `forward` for several rows."""
+        logits = functional.linear(hidden.reshape(-1, self.columns), self._weight)
+        if not self.router.takes_rows(logits) or not len(logits):
+            return self.library(hidden)
+        return tuple(self.router.choose_each(self._pool, logits))
 
 
 def _proven(module: nn.Module, pool: SpinningPool) -> str | None:
@@ -109,7 +117,8 @@ def _proven(module: nn.Module, pool: SpinningPool) -> str | None:
     weight: torch.Tensor | None = module._parameters.get("weight")
     if not isinstance(weight, RouterWeight) or len(module._parameters) != 1 or weight.dtype is not torch.bfloat16:
         return None
-    rows = torch.randn(_PROOF_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16().split(1)
+    several = torch.randn(_PROOF_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+    rows = (*several.split(1), several)
     try:
         with torch.no_grad():
             theirs = [module.forward(row) for row in rows]
@@ -117,11 +126,8 @@ def _proven(module: nn.Module, pool: SpinningPool) -> str | None:
             return None
         experts, top_k = theirs[0][0].shape[1], theirs[0][2].shape[1]
         for is_normalised in (True, False):
-            ours = OneRow(module, TokenRouter(experts, top_k, is_normalised), pool)
-            if all(
-                _agree(RoutedRow(*ours.forward(row)), RoutedRow(*given))
-                for row, given in zip(rows, theirs, strict=True)
-            ):
+            ours = OurRouter(module, TokenRouter(experts, top_k, is_normalised), pool)
+            if all(_agree(Routed(*ours.forward(row)), Routed(*given)) for row, given in zip(rows, theirs, strict=True)):
                 return f"{experts} {top_k} {is_normalised:d}"
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # the module has another signature
         pass
@@ -129,21 +135,22 @@ def _proven(module: nn.Module, pool: SpinningPool) -> str | None:
 
 
 def _is_selection(output: object) -> bool:
-    """Return whether a router's output is logits bf16 [1, E], weights bf16 [1, K] and indices int64 [1, K]."""
+    """Return whether a router's output is logits bf16 [T, E], weights bf16 [T, K] and indices int64 [T, K]."""
     if not isinstance(output, tuple) or len(output) != 3 or not all(isinstance(each, torch.Tensor) for each in output):
         return False
     types = [each.dtype for each in output]
-    is_row = all(each.dim() == 2 and each.shape[0] == 1 for each in output)
-    return is_row and types == [torch.bfloat16, torch.bfloat16, torch.int64] and output[1].shape == output[2].shape
+    are_rows = all(each.dim() == 2 and len(each) == len(output[0]) for each in output)
+    return are_rows and types == [torch.bfloat16, torch.bfloat16, torch.int64] and output[1].shape == output[2].shape
 
 
-def _agree(ours: RoutedRow, theirs: RoutedRow) -> bool:
-    """Return whether two routings of one row agree. Weights may differ by rounding, and experts with equal logits may
-    be exchanged."""
+def _agree(ours: Routed, theirs: Routed) -> bool:
+    """Return whether two routings of the same rows agree. Weights may differ by rounding, and experts with equal logits
+    may be exchanged."""
     is_same = torch.equal(ours.logits, theirs.logits)
     chosen = [each.logits.gather(1, each.chosen) for each in (ours, theirs)]
     near = torch.allclose(ours.weights.float(), theirs.weights.float(), rtol=_ROUNDING, atol=0)
-    return is_same and torch.equal(*chosen) and near and len(set(ours.chosen[0].tolist())) == ours.chosen.shape[1]
+    are_distinct = all(len(set(row)) == len(row) for row in ours.chosen.tolist())
+    return is_same and torch.equal(*chosen) and near and are_distinct
 
 
 def _is_plain(block: nn.Module, router: nn.Module, experts: nn.Module, hidden: int) -> bool:
@@ -161,7 +168,7 @@ def _is_plain(block: nn.Module, router: nn.Module, experts: nn.Module, hidden: i
     block._modules[name] = Stub()
     try:
         with torch.no_grad():
-            selection, output = RoutedRow(*router(x[0])), block(x)
+            selection, output = Routed(*router(x[0])), block(x)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # the module has another signature
         return False
     finally:

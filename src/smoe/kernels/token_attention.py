@@ -347,6 +347,7 @@ NORM = ("x", "weight", "out", "size", "eps")
 HEADS = ("cos", "sin", "key_place", "value_place", "key_head", "value_head", "q", "k", "v", "q_weight", "k_weight",
           "q_eps", "k_eps", "size", "rotary", "group")  # fmt: skip
 LAST = ("x", "after", "normed", "added", "weight", "size", "eps")
+PROMPT_HEADS = (*HEADS, "key_heads", "tokens", "step", "key_row", "value_row")
 """The arguments of each function, as words of 8 bytes: addresses, numbers, and the bits of float32 numbers."""
 
 
@@ -358,7 +359,7 @@ class _Arguments:
         shared = parts.heads // parts.key_heads
         self.group = attention.group_of(shared, parts.heads, pool.threads)
         attend, self._exp = attention.functions()
-        functions = (*_functions(), attend)
+        functions = (*functions_of_layers()[:3], attend)
         self._words = [(ctypes.c_int64 * count)() for count in (len(NORM), len(HEADS), len(LAST), 16)]
         pairs = [(function, ctypes.addressof(words)) for function, words in zip(functions, self._words, strict=True)]
         self.norm, self.heads, self.last, self.attention = pairs
@@ -368,14 +369,14 @@ class _Arguments:
         intermediate values."""
         parts, (of_norm, of_heads, of_last, of_attention) = self._parts, self._words
         hidden, size = parts.o.outputs, parts.size
-        of_norm[1:] = [parts.norm.at(), at.normed, hidden, _bits(parts.norm.eps)]
+        of_norm[1:] = [parts.norm.at(), at.normed, hidden, bits_of(parts.norm.eps)]
         weights = [0 if each is None else each.at() for each in (parts.q_norm, parts.k_norm)]
-        epsilons = [0 if each is None else _bits(each.eps) for each in (parts.q_norm, parts.k_norm)]
+        epsilons = [0 if each is None else bits_of(each.eps) for each in (parts.q_norm, parts.k_norm)]
         shared = parts.heads // parts.key_heads
         of_heads[6:] = [at.q, at.k, at.v, *weights, *epsilons, size, parts.rotary, shared]
-        of_last[3:] = [at.output, parts.last_norm.at(), hidden, _bits(parts.last_norm.eps)]
+        of_last[3:] = [at.output, parts.last_norm.at(), hidden, bits_of(parts.last_norm.eps)]
         of_attention[:] = [at.q, 0, 0, at.attended, size, 0, 0, 0, 0, 0, size, self.group, shared // self.group,
-                           _bits(parts.scale), self._exp, at.sums]  # fmt: skip
+                           bits_of(parts.scale), self._exp, at.sums]  # fmt: skip
 
     def set(
         self,
@@ -401,24 +402,25 @@ class _Arguments:
         struct.pack_into("5q", of_attention, 40, key_head, key_row, value_head, value_row, end + 1 - begin)
 
 
-def _bits(number: float) -> int:
+def bits_of(number: float) -> int:
     """Return the bits of a float32 number as an integer."""
     (bits,) = struct.unpack("I", struct.pack("f", number))
     return int(bits)
 
 
 @functools.cache
-def _functions() -> tuple[int, int, int]:
-    """Return the addresses of the functions with the arguments `NORM`, `HEADS` and `LAST`, which are compiled once
-    per process."""
+def functions_of_layers() -> tuple[int, int, int, int]:
+    """Return the addresses of the functions with the arguments `NORM`, `HEADS`, `LAST` and `PROMPT_HEADS`, which are
+    compiled once per process."""
     signature = (ctypes.c_void_p, ctypes.c_longlong)
-    names = ("norm_row", "turn_heads", "add_and_norm")
-    one, two, three = compile_functions(Source(source), dict.fromkeys(names, signature))
-    return address_of(one), address_of(two), address_of(three)
+    names = ("norm_row", "turn_heads", "add_and_norm", "turn_rows")
+    one, two, three, four = map(address_of, compile_functions(Source(source), dict.fromkeys(names, signature)))
+    return one, two, three, four
 
 
 def source() -> str:
-    """Return the LLVM text of `norm_row`, `turn_heads` and `add_and_norm`. Each is called as f(arguments, unit)."""
+    """Return the LLVM text of `norm_row`, `turn_heads`, `add_and_norm` and `turn_rows`. Each is called as f(arguments,
+    unit)."""
     from smoe.kernels.token_attention_code import module_of
 
     return module_of()

@@ -1,5 +1,5 @@
-"""Generates the machine code of `token_attention.py`: norms, and heads with rotary embedding on their way to the KV
-cache."""
+"""Generates the machine code of `token_attention.py` and `prompt_heads.py`: norms, and heads with rotary embedding on
+their way to the KV cache."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from llvmlite import ir
 
 from smoe.kernels.builder import Code, text_of
 from smoe.kernels.isa import AVX512, Isa
-from smoe.kernels.kinds import HALF_WORD, POINTER, Value
+from smoe.kernels.kinds import HALF_WORD, LONG, POINTER, Value
 from smoe.kernels.norm_code import add_functions as add_norm
-from smoe.kernels.token_attention import HEADS, LANES, LAST, NORM
+from smoe.kernels.token_attention import HEADS, LANES, LAST, NORM, PROMPT_HEADS
 
 
 def module_of(isa: Isa = AVX512) -> str:
-    """Return the LLVM text of `norm_row`, `turn_heads` and `add_and_norm`. Each is called as f(arguments, unit)."""
+    """Return the LLVM text of `norm_row`, `turn_heads`, `add_and_norm` and `turn_rows`. Each is called as f(arguments,
+    unit)."""
     module = ir.Module()
     for function in (add_norm, _add_norm_row, _add_copied, _add_turned, _add_head, _add_turn_heads, _add_and_norm):
         function(module, isa)
+    _add_turn_rows(module, isa)
     return text_of(module, isa.attributes)
 
 
@@ -54,6 +56,39 @@ def _add_turn_heads(module: ir.Module, isa: Isa) -> None:
     code.call("head", [code.element(k, HALF_WORD, offset), key_to, k_weight, k_eps, *rest])
     value_to = code.element(value_place, HALF_WORD, build.mul(unit, given["value_head"]))
     code.call("copied", [code.element(v, HALF_WORD, offset), value_to, code.number(0), size])
+    code.end()
+
+
+def _add_turn_rows(module: ir.Module, isa: Isa) -> None:
+    """Add a function that does the same for all key heads of some tokens of a prompt."""
+    code = Code(module, isa, "turn_rows", ("*arguments", "unit"))
+    arguments, unit = code.arguments
+    build, given = code.build, code.given(arguments, PROMPT_HEADS)
+    of_token = code.scratch(code.number(len(HEADS)), LONG)
+    places = {name: code.element(of_token, LONG, n) for n, name in enumerate(HEADS)}
+    for name, place in places.items():
+        code.store(given[name], place, 8)
+    key_heads = given["key_heads"]
+    numbers = build.mul(key_heads, given["size"])
+    cosines, keys = (build.mul(count, code.number(2)) for count in (given["rotary"], numbers))
+    queries = build.mul(keys, given["group"])
+    distances = {"cos": cosines, "sin": cosines, "q": queries, "k": keys, "v": keys}
+    distances |= {"key_place": given["key_row"], "value_place": given["value_row"]}
+    begin = build.mul(unit, given["step"])
+    end = code.smaller(build.add(begin, given["step"]), given["tokens"])
+
+    def token(n: Value, _: list[Value]) -> Sequence[Value]:
+        for name, distance in distances.items():
+            code.store(build.add(given[name], build.mul(n, distance)), places[name], 8)
+
+        def head(m: Value, _: list[Value]) -> Sequence[Value]:
+            code.call("turn_heads", [of_token, m])
+            return ()
+
+        code.repeat(code.number(0), key_heads, 1, [], head)
+        return ()
+
+    code.repeat(begin, end, 1, [], token)
     code.end()
 
 

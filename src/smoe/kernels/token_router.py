@@ -1,5 +1,5 @@
-"""A softmax router for one token in machine code (`top_experts.py`): the memory that it uses, and its results as
-tensors."""
+"""A softmax router for one token, or several, in machine code (`top_experts.py`): the memory that it uses, and its
+results as tensors."""
 
 from __future__ import annotations
 
@@ -13,24 +13,29 @@ import torch
 
 from smoe.kernels.isa import widest
 from smoe.kernels.jit import Source, address_of, compile_functions
+from smoe.kernels.spinning_pool import SpinningPool
 
 _PADDING = 16
 """The number of experts is rounded up to a multiple of this, because whole registers are computed."""
 _NO_EXPERT = 0xFF80
 """The bits of -inf in bf16, for entries after the last expert."""
+_STEP = 8
+"""The number of rows that a thread takes at a time: some 5 us."""
+_WAKING_ROWS = 128
+"""The number of rows below which one thread is faster than waking others that sleep."""
 _PLACES = 10
 """The index in `top_experts.WORDS` of the first word that concerns the completion of tasks."""
 
 
-class RoutedRow(NamedTuple):
-    """The result of a router for one token: its logits, routing weights and chosen experts."""
+class Routed(NamedTuple):
+    """The result of a router for T tokens: their logits, routing weights and chosen experts."""
 
     logits: torch.Tensor
-    """The logits of all experts: bf16 [1, E]."""
+    """The logits of all experts: bf16 [T, E]."""
     weights: torch.Tensor
-    """The routing weights of the chosen experts: bf16 [1, K]."""
+    """The routing weights of the chosen experts: bf16 [T, K]."""
     chosen: torch.Tensor
-    """The chosen experts in descending order of their logits: int64 [1, K]."""
+    """The chosen experts in descending order of their logits: int64 [T, K]."""
 
 
 class TokenRouter:
@@ -55,7 +60,7 @@ class TokenRouter:
         )  # fmt: skip
         self._completed: object = None
         """The objects that the machine code reads and writes when it completes tasks."""
-        self._function = _function()
+        self._function, _ = _functions()
         self.function = address_of(self._function)
         self.arguments = ctypes.addressof(self._words)
         self.logits_at = self._logits.ctypes.data
@@ -67,7 +72,7 @@ class TokenRouter:
         )
         self.logits = logits[:, :experts]
         """The logits of all experts: bf16 [1, E]."""
-        self._results = RoutedRow(self.logits, weights, torch.from_numpy(self._index).unsqueeze(0))
+        self._results = Routed(self.logits, weights, torch.from_numpy(self._index).unsqueeze(0))
 
     def use_for(self, row_at: int) -> None:
         """Let the router's forward function use the last result for the row at this address; 0: for no row."""
@@ -95,18 +100,35 @@ class TokenRouter:
         """Choose experts by the logits at `logits_at`, outside of a job of the pool."""
         self._function(self.arguments, 0)
 
-    def routed(self) -> RoutedRow:
+    def takes_rows(self, logits: torch.Tensor) -> bool:
+        """Return whether `choose_each` can take these logits: bf16 [T, E] in contiguous rows of whole registers."""
+        is_known = logits.dtype is torch.bfloat16 and logits.dim() == 2 and logits.shape[1] == self.experts
+        return is_known and logits.is_contiguous() and self.experts % _PADDING == 0
+
+    def choose_each(self, pool: SpinningPool, logits: torch.Tensor) -> Routed:
+        """Choose the experts of every row of `logits` [T, E], on all threads of a pool."""
+        rows = logits.shape[0]
+        weights = logits.new_empty(rows, self.top_k)
+        chosen = torch.empty(rows, self.top_k, dtype=torch.int64)
+        arguments = (logits.data_ptr(), self.experts, self.top_k, self._words[3], chosen.data_ptr(),
+                     weights.data_ptr(), rows, _STEP)  # fmt: skip
+        pool.share(address_of(_functions()[1]), arguments, -(-rows // _STEP), rows >= _WAKING_ROWS)
+        return Routed(logits, weights, chosen)
+
+    def routed(self) -> Routed:
         """Return a copy of the last routing result."""
-        return RoutedRow(*[each.clone() for each in self._results])
+        return Routed(*[each.clone() for each in self._results])
 
 
 @functools.cache
-def _function() -> Callable[..., None]:
-    """Return the machine code that chooses experts, which is compiled once per process."""
+def _functions() -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return the machine code that chooses the experts of one row, and that for several rows. Both are compiled once
+    per process."""
     isa = widest()
     assert isa is not None, "there is a pool"
     from smoe.kernels import top_experts  # requires llvmlite, which is optional
 
     signature = (ctypes.c_void_p, ctypes.c_longlong)
-    (function,) = compile_functions(Source(top_experts.module_of, (isa,)), {top_experts.NAME: signature})
-    return function
+    names = dict.fromkeys((top_experts.NAME, top_experts.EACH), signature)
+    one, each = compile_functions(Source(top_experts.module_of, (isa,)), names)
+    return one, each

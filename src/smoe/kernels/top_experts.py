@@ -18,7 +18,7 @@ from smoe.kernels.builder import Code, text_of
 from smoe.kernels.isa import Isa
 from smoe.kernels.kinds import FLOAT, HALF_WORD, LONG, POINTER, WORD, Value
 
-NAME = "choose_experts"
+NAME, EACH = "choose_experts", "choose_experts_of_rows"
 WORDS = ("logits", "padded", "top_k", "is_normalised", "candidates", "shares", "chosen", "weights", "ascending",
          "gains", "matrices", "matrices_each", "places", "places_count")  # fmt: skip
 """The names of the 8-byte words at the address `arguments`:
@@ -33,6 +33,10 @@ WORDS = ("logits", "padded", "top_k", "is_normalised", "candidates", "shares", "
     places, places_count        address of int64 [n, 3], (address of a field, i, m): the field receives the address
                                 of matrix m of the i-th chosen expert in ascending order; n, which may be 0
 """
+ROW_WORDS = ("logits", "experts", "top_k", "is_normalised", "chosen", "weights", "rows", "step")
+"""The names of the words for several rows: addresses of bf16 [rows, experts], the number of experts, which whole
+registers hold, K and normalization as above, addresses of the results int64 [rows, K] and bf16 [rows, K], the number of
+rows, and the number of rows per unit."""
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _TAYLOR = tuple(1.0 / math.factorial(n) for n in range(8))
 _LEAST = -87.0
@@ -41,7 +45,8 @@ sum."""
 
 
 def module_of(isa: Isa) -> str:
-    """Return the LLVM text of the function `choose_experts(arguments, unit)`."""
+    """Return the LLVM text of the functions `choose_experts(arguments, unit)` and `choose_experts_of_rows(arguments,
+    unit)`."""
     module = ir.Module()
     code = Code(module, isa, NAME, ("*arguments", "unit"))
     word = code.given(code.arguments[0], WORDS)
@@ -51,7 +56,41 @@ def module_of(isa: Isa) -> str:
     _in_ascending_order(code, word["top_k"], at)
     _complete_tasks(code, word, at)
     code.end()
+    _add_rows(module, isa)
     return text_of(module, isa.attributes)
+
+
+def _add_rows(module: ir.Module, isa: Isa) -> None:
+    """Add the function that chooses the experts of `step` rows."""
+    code = Code(module, isa, EACH, ("*arguments", "unit"))
+    arguments, unit = code.arguments
+    build, given = code.build, code.given(arguments, ROW_WORDS)
+    experts, top_k, zero = given["experts"], given["top_k"], code.number(0)
+    of_row = code.scratch(code.number(len(WORDS)), LONG)
+    numbers, places = (code.scratch(build.mul(code.number(2), count), LONG) for count in (experts, top_k))
+    same = {"padded": experts, "top_k": top_k, "is_normalised": given["is_normalised"], "matrices": zero}
+    same |= {"matrices_each": zero, "places": zero, "places_count": zero}
+    same |= {"candidates": numbers, "shares": code.element(numbers, LONG, experts)}
+    same |= {"ascending": places, "gains": code.element(places, LONG, top_k)}
+
+    def put(name: str, value: Value) -> None:
+        number = build.ptrtoint(value, LONG) if value.type == POINTER else value
+        code.store(number, code.element(of_row, LONG, WORDS.index(name)), 8)
+
+    for name, value in same.items():
+        put(name, value)
+    widths = {"logits": build.mul(experts, code.number(2)), "chosen": build.mul(top_k, code.number(8))}
+    widths |= {"weights": build.mul(top_k, code.number(2))}
+
+    def row(n: Value, _: list[Value]) -> list[Value]:
+        for name, width in widths.items():
+            put(name, build.add(given[name], build.mul(n, width)))
+        code.call(NAME, [of_row, zero])
+        return []
+
+    begin = build.mul(unit, given["step"])
+    code.loop(begin, code.smaller(build.add(begin, given["step"]), given["rows"]), 1, [], row)
+    code.end()
 
 
 def _place(code: Code, base: Value, index: Value, width: int) -> Value:

@@ -374,6 +374,17 @@ class Positioned(_Storage, DynamicLayer):
         owner.check_alive()
         return *store, owner.start, owner.start + owner.length
 
+    def reserved_place(self, like: torch.Tensor, heads: int, size: int) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        """Return the same as `place`. Before the first write, allocate storage for `heads` heads of `size` numbers of
+        the type of `like`."""
+        if self._store is None:
+            head = like.new_empty(1, heads, 0, size)
+            self._reserved((head, head))
+            self.is_initialized = True
+        found = self.place()
+        assert found is not None, "the storage was reserved"
+        return found
+
     def get_seq_length(self) -> int:
         return self._owner.length
 
