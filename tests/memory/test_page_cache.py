@@ -108,15 +108,26 @@ def test_a_file_that_is_not_cached_is_not_opened(tmp_path: Path) -> None:
     assert opened(hole) is None
 
 
-def test_examination_ends_after_many_misses(path: Path, buffer: memoryview, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_cache, "_MISSES", 2)
-    found = opened(path)
+def test_few_ranges_are_examined_after_many_misses(
+    path: Path, buffer: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch a file whose first layers are missing, and which is read from disk to its end for that."""
+    examined: list[int] = []
+    has = CachedFile._has
+
+    def noted(self: CachedFile, offset: int, nbytes: int) -> bool:
+        examined.append(offset)
+        return has(self, offset, nbytes)
+
+    found, beyond = opened(path), 64 * PAGE
     assert found is not None
-    assert found.read_into(buffer[:PAGE], 64 * PAGE, True) == 0 and found.is_useful  # beyond the end
-    assert found.read_into(buffer[:PAGE], 0, True) == PAGE and found.is_useful
-    for _ in range(2):
-        assert found.read_into(buffer[:PAGE], 64 * PAGE, True) == 0
-    assert not found.is_useful
+    monkeypatch.setattr(CachedFile, "_has", noted)
+    for _ in range(page_cache._MISSES + 10 * page_cache._STRIDE):
+        assert found.read_into(buffer[:PAGE], beyond, False) == 0
+    assert len(examined) == page_cache._MISSES + 10
+    came = [found.read_into(buffer[:PAGE], 0, False) for _ in range(2 * page_cache._STRIDE)]
+    assert came.count(0) < page_cache._STRIDE
+    assert came[page_cache._STRIDE :] == [PAGE] * page_cache._STRIDE  # every range again
     found.close()
 
 

@@ -299,7 +299,7 @@ class DiskReader:
     def _cached_bytes(self, path: Path, buffer: memoryview, offset: int, drops: bool) -> int:
         """Read from the page cache, if the whole range is there. Return the number of bytes, 0 otherwise."""
         cached = self._cached.get(path)
-        if cached is None or not cached.is_useful:
+        if cached is None:
             return 0
         came = cached.read_into(buffer, offset, drops)
         if came:

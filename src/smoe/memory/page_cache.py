@@ -1,8 +1,9 @@
 """Finds out which bytes of a file are in the operating system's page cache, by mincore(2).
 
 After a download or an earlier run much of a model may be there. Copying these bytes is faster than reading them from
-disk again. mincore takes some microseconds for each read, so it is no longer called once many reads in a row found
-nothing.
+disk again. mincore takes some microseconds for each read, so it is called for few reads once many in a row found
+nothing. It never ends: the system evicts first what was read first, so of a file that nearly fills the memory the first
+layers are missing and all later ones are there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from contextlib import suppress
 _SAMPLES = 256
 """The least number of pages, evenly spaced over the file, from which the cached fraction is computed."""
 _MISSES = 64
-"""After this many uncached ranges in a row, no more ranges are examined."""
+"""After this many uncached ranges in a row, only every `_STRIDE`th range is examined, until one is cached."""
+_STRIDE = 16
 _FAILED = ctypes.c_void_p(-1).value
 """What mmap(2) returns after an error."""
 
@@ -35,16 +37,13 @@ class CachedFile:
         self._nbytes = os.fstat(descriptor).st_size
         self._begin = _mapped(descriptor, self._nbytes)
         self._misses = 0
-
-    @property
-    def is_useful(self) -> bool:
-        """Whether enough of the latest ranges were cached for the next one to be examined."""
-        return self._misses < _MISSES
+        """The number of uncached ranges since the last cached one, those that were not examined among them."""
 
     def read_into(self, buffer: memoryview, offset: int, drops: bool) -> int:
-        """Read from `offset` into the buffer, if the whole range is cached. Return the number of bytes; 0 if it is not
-        cached. `offset` is a multiple of the page size. `drops`: drop the range from the cache afterwards."""
-        if not self._has(offset, len(buffer)):
+        """Read from `offset` into the buffer, if the whole range is known to be cached. Return the number of bytes, 0
+        otherwise. `offset` is a multiple of the page size. `drops`: drop the range from the cache afterwards."""
+        is_examined = self._misses < _MISSES or self._misses % _STRIDE == 0
+        if not is_examined or not self._has(offset, len(buffer)):
             self._misses += 1
             return 0
         self._misses = 0
