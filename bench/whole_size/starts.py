@@ -155,7 +155,7 @@ def ask(port: int, given: argparse.Namespace, prompt: str, server: int) -> tuple
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=given.timeout)
     body = {"model": "any", "prompt": prompt, "max_tokens": given.new, "temperature": 0, "stream": True}
     body |= {"ignore_eos": True}
-    read = 0
+    read: int | None = None
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     answer, times = connection.getresponse(), list[float]()
     if answer.status != 200:
@@ -163,9 +163,9 @@ def ask(port: int, given: argparse.Namespace, prompt: str, server: int) -> tuple
     for row in iter(answer.readline, b""):
         if row.startswith(b"data: {") and json.loads(row[6:]).get("choices"):
             times.append(time.perf_counter())
-            read = read or bytes_read_by(server)
+            read = bytes_read_by(server) if read is None else read
     connection.close()
-    return times, read
+    return times, read or 0
 
 
 def wait_for_port(server: subprocess.Popen[bytes], port: int, deadline: float) -> float:

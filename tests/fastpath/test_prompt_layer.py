@@ -6,7 +6,7 @@ a continuation that overwrites the text before it, and a way that somebody looks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,12 +14,22 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.fastpath import attention, decoder_layer
+from smoe.kernels.isa import widest
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.models.kv_cache import RowCache
+from tests import promised
 from tests.fastpath.layers import IDS, MODELS, adopt, model_of, quantise
 
 LENGTHS = 7, 3, 2
 """The tokens of a text and of its continuations, each in one pass."""
+
+
+@pytest.fixture(scope="module")
+def own_order() -> Iterator[SpinningPool]:
+    """A pool that multiplies in our own order, also on CPUs without bf16 instructions."""
+    promised.needs(widest() is not None, promised.MACHINE_CODE)
+    with SpinningPool(2, in_own_order=True) as made:
+        yield made
 
 
 def adopted(kind: str, is_quantised: bool, pool: SpinningPool) -> PreTrainedModel:
@@ -121,6 +131,30 @@ def test_somebody_who_looks_in_sees_every_module(own_order: SpinningPool, monkey
     model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: looked.append("q"))
     read(model)
     assert looked.count("q") == len(LENGTHS)
+
+
+def test_another_attention_function_is_called(own_order: SpinningPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = adopted("norms of heads", False, own_order), calls(monkeypatch)
+    own = model.model.layers[0].self_attn
+    called: list[int] = []
+    original = own.forward
+
+    def other(*args: Any, **kwargs: Any) -> Any:
+        called.append(1)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(own, "forward", other)
+    read(model)
+    assert len(called) == len(seen) == len(LENGTHS)
+
+
+def test_tokens_beyond_the_cache_are_an_error(own_order: SpinningPool) -> None:
+    """Would catch machine code that writes past the storage."""
+    model = adopted("norms of heads", False, own_order)
+    cache = RowCache(model.config, 1, 8)
+    cache.begin_after(6)
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        model.model(input_ids=IDS[:, :6], past_key_values=cache, use_cache=True)
 
 
 def test_a_layer_that_reads_prompts_in_another_way_is_found_out(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from smoe.kernels.isa import widest
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.kernels.token_router import Routed, TokenRouter
 from tests import promised
@@ -23,7 +24,7 @@ ROUNDING = 2.0**-7
 
 @pytest.fixture(autouse=True)
 def _machine_code() -> None:
-    promised.needs_machine_code()
+    promised.needs(widest() is not None, promised.MACHINE_CODE)
 
 
 def by_torch(logits: torch.Tensor, top_k: int, is_normalised: bool) -> Routed:
@@ -102,7 +103,7 @@ def test_several_rows_are_routed_as_each_alone(rows: int, experts: int, top_k: i
     threads share."""
     generator, router = torch.Generator().manual_seed(0), TokenRouter(experts, top_k, is_normalised)
     logits = (3 * torch.randn(rows, experts, generator=generator)).bfloat16()
-    assert router.takes_rows(logits)
+    assert router.takes_rows
     with SpinningPool(2, in_own_order=True) as pool:
         found = router.choose_each(pool, logits)
     for n, alone in enumerate(chosen_from(router, row) for row in logits.split(1)):
@@ -112,4 +113,4 @@ def test_several_rows_are_routed_as_each_alone(rows: int, experts: int, top_k: i
 
 @pytest.mark.parametrize("experts", [60, 130])
 def test_rows_of_part_of_a_register_are_refused(experts: int) -> None:
-    assert not TokenRouter(experts, 4, True).takes_rows(torch.zeros(3, experts, dtype=torch.bfloat16))
+    assert not TokenRouter(experts, 4, True).takes_rows

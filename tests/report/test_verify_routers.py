@@ -4,6 +4,7 @@ might do is found."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from smoe.kernels.isa import widest
 from smoe.models.files import DEMO_FOLDER
 from smoe.presets import configure
 from smoe.report.verify import Report, _is_same_choice, reference_of, verify
-from tests import promised
+from tests import gguf_toy, promised
 
 PATH = "model.layers.3.mlp.gate"
 
@@ -102,3 +103,16 @@ def test_a_second_check_with_the_same_reference_is_as_good() -> None:
     for _ in range(2):
         assert verify(model, reference, ids, lambda _: None).bad == []
     model.offload.close()
+
+
+@pytest.mark.parametrize("experts", [32, 128])
+def test_equal_logits_of_a_quantised_model_may_be_chosen_in_another_order(experts: int, tmp_path: Path) -> None:
+    """Of so many logits in bf16, some are equal in most prompts."""
+    promised.needs(widest() is not None, promised.MACHINE_CODE)
+    path, _ = gguf_toy.quantised(tmp_path / "toy.gguf", "Q4_K_M", num_experts=experts, head_dim=64)
+    config = configure(memory_bytes=64 << 20, context_tokens=64, activations="dtype")
+    model = from_pretrained(str(path), memory="64MiB", context_tokens=64, activations="dtype")
+    ids = torch.randint(3, 100, (1, 32), generator=torch.Generator().manual_seed(0))
+    report = verify(model, reference_of(str(path), config, None, 32), ids, lambda _: None)
+    model.offload.close()
+    assert report.bad == []

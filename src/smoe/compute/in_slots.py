@@ -5,6 +5,7 @@ The host copies a table of addresses to the device and launches kernels:
 
     resident experts    one launch for all of them; if no other expert is missing, it also computes the layer's sum
     each late expert    one launch after the event of its copy; the host does not wait; the last one includes the sum
+                        (small experts: one launch for all whose copies have been requested)
 
 Every route has a float32 row of its own, whichever launch writes it. The sum adds a token's rows in ascending order of
 experts. So the bits depend neither on residency nor on the time of arrival.

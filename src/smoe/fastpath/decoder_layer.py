@@ -5,8 +5,9 @@
     y = h + mlp(norm(h))            the mlp is transformers', with our experts
 
 A layer of this structure is recognized by the names of its modules and tested: with a KV cache of a few positions and a
-stub for the mlp, our method and transformers' must compute the same bits. transformers computes everything else: other
-layers, several rows, masks, modules with hooks, and replaced modules (adapters).
+stub for the mlp, our method and transformers' must compute the same bits. Several tokens of one text take a method of
+their own (`prompt_layer.py`). transformers computes everything else: other layers, several texts, masks that hide more
+than later tokens, modules with hooks, and replaced modules (adapters).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _HEAD_NORMS = ("q_norm", "k_norm")
 _PROMPTS = "prompt in a decoder layer"
 _UNDERSTOOD = {"position_ids", "use_cache", "cache_position", "output_router_logits"}
-"""Arguments of a layer that do not matter for one token with a cache."""
+"""Arguments of a layer that do not matter for the tokens of one text with a cache."""
 
 Forward = Callable[..., Any]
 
@@ -333,6 +334,7 @@ class OneToken:
         return (
             not any(self._hooks)
             and not self._attention.training
+            and "forward" not in vars(self._attention)
             and all(modules[name] is module for modules, name, module in self._parts)
         )
 

@@ -53,7 +53,8 @@ class PromptLayer:
             return None
         if bool(cache.length) if mask is None else not hides_the_future(mask, tokens, cache.length + tokens):
             return None
-        return Place(*layer.reserved_place(hidden, self._parts.key_heads, self._parts.size))
+        place = Place(*layer.reserved_place(hidden, self._parts.key_heads, self._parts.size))
+        return place if place.end + tokens <= place.keys.shape[2] else None  # transformers' function raises an error
 
     def __call__(
         self, hidden: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor], place: Place

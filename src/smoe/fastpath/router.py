@@ -29,6 +29,9 @@ _PROOF_ROWS = 32
 _ROUNDING = 2.0**-7
 """The largest relative difference of two numbers that round to neighbours in bf16."""
 
+_ATTRIBUTE = "our_router"
+"""The attribute of a module that holds its forward function of ours."""
+
 Forward = Callable[..., Any]
 
 
@@ -53,6 +56,7 @@ def speed_up(
             found[router] = OurRouter(router, TokenRouter(number_of_experts, top_k, bool(is_normalised)), pool)
     for router, ours in found.items():
         router.forward = row_by_row(pool, ours.forward)  # type: ignore[method-assign]
+        setattr(router, _ATTRIBUTE, ours)
     for layer in layers:
         parts = list(layer.block.children())
         gate = next((part for part in parts if part in found), None)
@@ -63,6 +67,12 @@ def speed_up(
         if verdicts.of("block", (layer.index, type(layer.block), pool.kind), plain):
             layer.route_by(found[gate].attached, RoutedBlock(layer.block, gate, own, found[gate].router))
     return found
+
+
+def is_by_kernel(module: nn.Module) -> bool:
+    """Return whether a module is a router that our machine code computes. Its weights can differ from transformers' by
+    rounding, and of experts with equal logits it can choose others."""
+    return hasattr(module, _ATTRIBUTE)
 
 
 class OurRouter:
@@ -105,9 +115,9 @@ class OurRouter:
 
     def _several(self, hidden: torch.Tensor) -> Any:
         """Return the same as `forward` for several rows."""
-        logits = functional.linear(hidden.reshape(-1, self.columns), self._weight)
-        if not self.router.takes_rows(logits) or not len(logits):
+        if not self.router.takes_rows or not hidden.numel():
             return self.library(hidden)
+        logits = functional.linear(hidden.reshape(-1, self.columns), self._weight)
         return tuple(self.router.choose_each(self._pool, logits))
 
 

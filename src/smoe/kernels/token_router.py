@@ -100,13 +100,15 @@ class TokenRouter:
         """Choose experts by the logits at `logits_at`, outside of a job of the pool."""
         self._function(self.arguments, 0)
 
-    def takes_rows(self, logits: torch.Tensor) -> bool:
-        """Return whether `choose_each` can take these logits: bf16 [T, E] in contiguous rows of whole registers."""
-        is_known = logits.dtype is torch.bfloat16 and logits.dim() == 2 and logits.shape[1] == self.experts
-        return is_known and logits.is_contiguous() and self.experts % _PADDING == 0
+    @property
+    def takes_rows(self) -> bool:
+        """Whether `choose_each` can be called: rows of logits consist of whole registers."""
+        return self.experts % _PADDING == 0
 
     def choose_each(self, pool: SpinningPool, logits: torch.Tensor) -> Routed:
-        """Choose the experts of every row of `logits` [T, E], on all threads of a pool."""
+        """Choose the experts of every row of `logits`, bf16 [T, E] in contiguous rows, on all threads of a pool. Only
+        if `takes_rows`."""
+        logits = logits.contiguous()
         rows = logits.shape[0]
         weights = logits.new_empty(rows, self.top_k)
         chosen = torch.empty(rows, self.top_k, dtype=torch.int64)

@@ -9,6 +9,8 @@ memory. The letters a, b and c are experts; a and b are loaded, and the CPU comp
     computing thread    | plan | resident experts | look ahead | wait | a | wait | b | c | sum
     predictor thread         | predict ... |    (where a predictor runs concurrently: `prefetching.py`)
 
+Small experts are computed together when the last of them has arrived (`layer.py`).
+
 The sum is in ascending order of experts, in whatever order they arrive, so a result never depends on residency (grade
 E1, and E0 on a CPU).
 """

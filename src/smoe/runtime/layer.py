@@ -170,7 +170,7 @@ class LayerCompute:
                 tokens.put(n, self._from_unit(from_unit, serves[n]))
                 n += 1
                 continue
-            some = self._awaited_together(serves, n)
+            some = self._awaited_together(serves, n) if not meanwhile.may_start_loads else serves[n : n + 1]
             weights = [self.arrivals.weights_of(serve) for serve in some]
             meanwhile.finished(n)
             self._compute(tokens, n, weights, some)
