@@ -2,8 +2,8 @@
 
 After a download or an earlier run much of a model may be there. Copying these bytes is faster than reading them from
 disk again. mincore takes some microseconds for each read, so it is called for few reads once many in a row found
-nothing. It never ends: the system evicts first what was read first, so of a file that nearly fills the memory the first
-layers are missing and all later ones are there.
+nothing. These few calls never end: the system evicts first what was read first, so of a file that nearly fills the
+memory the first layers are missing and all later ones are there.
 """
 
 from __future__ import annotations
