@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -179,7 +180,7 @@ def test_experts_of_a_prompt(isa: Isa, pool: SpinningPool, monkeypatch: pytest.M
         chosen = torch.randperm(tokens, generator=torch.Generator().manual_seed(n))[:count]
         if not prompt.has_room(count):
             prompt.flush()
-        prompt.add(Chosen(in_bf16(up.t(), down.t()), chosen.tolist(), [0.5 + n] * count))
+        prompt.add(Chosen(in_bf16(up.t(), down.t()), chosen.numpy(), np.full(count, 0.5 + n, np.float32)))
         kept += [up, down]
         wide = (x[chosen].double() @ up.double().T).bfloat16()
         middle = activate(wide[:, :inner]) * wide[:, inner:]

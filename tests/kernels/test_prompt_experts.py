@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pytest
 import torch
 
@@ -67,14 +68,14 @@ def test_the_sum_does_not_depend_on_who_computes(
     alone, shared = PromptExperts(kernel, x), PromptExperts(kernel, x)
     for n, (matrices, count) in enumerate(zip(experts.matrices, COUNTS, strict=True)):
         tokens = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(n))[:count]
-        gains = [0.1 * (n + 1)] * count
-        alone.add(Chosen(matrices, tokens.tolist(), gains))
+        gains = np.full(count, 0.1 * (n + 1), np.float32)
+        alone.add(Chosen(matrices, tokens.numpy(), gains))
         if n in elsewhere:
             outputs = x.new_empty(count, HIDDEN)
             kernel.forward(x[tokens].contiguous(), [Expert(matrices, [(i, i) for i in range(count)])], outputs)
             assert outputs.isfinite().all()
-            shared.add(Chosen((), tokens.tolist(), gains, outputs))
+            shared.add(Chosen((), tokens.numpy(), gains, outputs))
         else:
-            shared.add(Chosen(matrices, tokens.tolist(), gains))
+            shared.add(Chosen(matrices, tokens.numpy(), gains))
     assert alone.flush() == shared.flush() == len(COUNTS)
     assert torch.equal(alone.total, shared.total) and bool(alone.total.isfinite().all())

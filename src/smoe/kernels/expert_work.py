@@ -17,7 +17,8 @@ from smoe.kernels.spinning_pool import UNIT, RowLists
 if TYPE_CHECKING:
     from smoe.kernels.experts import TokenExperts
 
-_SUM_UNIT = 512
+SUM_UNIT = 512
+"""The number of elements of a token's sum in a unit."""
 
 
 class Expert(NamedTuple):
@@ -293,9 +294,9 @@ class ExpertWork:
         pool, hidden, before = self._shape.pool, self._shape.hidden, self.units
         rows = range(self._out, self._out + 2 * hidden * len(totals), 2 * hidden)
         given = self._lists.add(rows, totals)
-        self.fields += (self.units, hidden, _SUM_UNIT, tasks.FORMAT, pool.finished, before, pool.nowhere, function)
+        self.fields += (self.units, hidden, SUM_UNIT, tasks.FORMAT, pool.finished, before, pool.nowhere, function)
         self.fields += (given, gains, 0, hidden, 0)
-        self.units += -(-hidden // _SUM_UNIT)
+        self.units += -(-hidden // SUM_UNIT)
 
     def sums(self, spans: Sequence[tuple[int, int]], gains: int, out: int) -> None:
         """Add tasks that compute the weighted sums of tokens after all products. `spans` is as in `Sums`; `gains` and
@@ -303,7 +304,7 @@ class ExpertWork:
         pool, hidden, before = self._shape.pool, self._shape.hidden, self.units
         for token, (first, count) in enumerate(spans):
             if count:
-                self.fields += (self.units, hidden, _SUM_UNIT, tasks.COMBINE, pool.finished, before, pool.nowhere)
+                self.fields += (self.units, hidden, SUM_UNIT, tasks.COMBINE, pool.finished, before, pool.nowhere)
                 self.fields += (self._out + 2 * hidden * first, gains + 4 * first, out + 2 * hidden * token)
                 self.fields += (count, hidden, 0)
-                self.units += -(-hidden // _SUM_UNIT)
+                self.units += -(-hidden // SUM_UNIT)

@@ -129,8 +129,11 @@ class TokenExperts:
     def run(self, work: ExpertWork, experts: int) -> None:
         """Run the tasks in `work` on the threads of the pool. `experts`: the number of experts to which the tasks
         belong."""
-        is_long = 3 * self.inner * self.hidden * experts >= WAKING_WEIGHTS
-        self.pool.run(work.fields, work.units, is_long, counts=experts + len(work.layouts))
+        self.pool.run(work.fields, work.units, self.is_long(experts), counts=experts + len(work.layouts))
+
+    def is_long(self, experts: int) -> bool:
+        """Return whether products of this number of experts take so long that sleeping threads are woken for them."""
+        return 3 * self.inner * self.hidden * experts >= WAKING_WEIGHTS
 
 
 def _address(numbers: torch.Tensor | Bits) -> int:
@@ -173,7 +176,7 @@ class PreparedToken:
         self._at_matrices = np.flatnonzero(self._fields >= _FIRST)
         self._order = (self._fields[self._at_matrices] - _FIRST).tolist()
         self._fields_at = self._fields.ctypes.data
-        self._is_long = 3 * shape.inner * shape.hidden * count >= WAKING_WEIGHTS
+        self._is_long = shape.is_long(count)
         self._counts = count + len(work.layouts)
 
     def _places(self) -> tuple[int, int, int]:

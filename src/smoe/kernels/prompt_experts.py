@@ -12,14 +12,16 @@ and depends only on the order of the experts.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from smoe.bounds import INT8
 from smoe.kernels import tasks
+from smoe.kernels.byte_experts import ByteExperts, Memory, Routed, functions_of_all
 from smoe.kernels.byte_layout import Layout
 from smoe.kernels.expert_work import Expert, ExpertWork, byte_functions, has_bf16, packed_rows_bytes
 from smoe.kernels.experts import MOST_EXPERTS, TokenExperts
@@ -39,8 +41,8 @@ class Chosen(NamedTuple):
     weights."""
 
     matrices: Sequence[Matrix]
-    tokens: Sequence[int]
-    gains: Sequence[float]
+    tokens: npt.NDArray[np.int64]
+    gains: npt.NDArray[np.float32]
     outputs: torch.Tensor | None = None
     """The expert's outputs for its tokens, [n, H] in bf16, if another compute unit has computed them. Then `matrices`
     is empty."""
@@ -99,33 +101,47 @@ class PromptExperts:
         return len(waiting)
 
     def _compute(self, chosen: Sequence[Chosen]) -> None:
-        rows = self._x.new_empty(sum(len(each.tokens) for each in chosen), self._x.shape[1])
-        experts, first = [], 0
-        for matrices, tokens, _, outputs in chosen:
-            if outputs is None:
-                experts.append(Expert(matrices, [(token, first + n) for n, token in enumerate(tokens)]))
-            else:
-                rows[first : first + len(tokens)] = outputs
-            first += len(tokens)
-        self._run(experts, rows, chosen)
-
-    def _run(self, experts: Sequence[Expert], rows: torch.Tensor, chosen: Sequence[Chosen]) -> None:
-        kernel, width = self._kernel, 4 * self._x.shape[1]
+        counts = np.array([len(each.tokens) for each in chosen])
+        tokens, gains = (np.concatenate([each[n] for each in chosen]) for n in (1, 2))
+        rows = self._x.new_empty(len(tokens), self._x.shape[1])
+        experts = [each.matrices for each in chosen]
+        functions = functions_of_all(experts)
         self._make_byte_rows(experts)
+        if functions is None:
+            self._compute_each(chosen, rows, gains)
+            return
+        memory = Memory(self._byte_addresses, rows.data_ptr(), self.total.data_ptr())
+        ByteExperts(self._kernel, experts, functions, Routed(counts, tokens, gains), memory).run()
+
+    def _compute_each(self, chosen: Sequence[Chosen], rows: torch.Tensor, gains: npt.NDArray[np.float32]) -> None:
+        """Compute experts of any formats, some of which other compute units have computed. `rows` [n, H] receives their
+        outputs; `gains`: the routing weights of all rows."""
+        experts, totals, first = list[Expert](), list[int](), 0
+        total, width = self.total.data_ptr(), 4 * self._x.shape[1]
+        for matrices, tokens, _, outputs in chosen:
+            given = tokens.tolist()
+            if outputs is None:
+                experts.append(Expert(matrices, [(token, first + n) for n, token in enumerate(given)]))
+            else:
+                rows[first : first + len(given)] = outputs
+            totals += [total + width * token for token in given]
+            first += len(given)
+        kernel = self._kernel
         kernel.reserve(len(rows))
         work = ExpertWork(kernel, self._x.data_ptr(), rows.data_ptr(), experts)
-        work.take_byte_rows({layout: bytes_.data_ptr() for layout, bytes_ in self._byte_rows.items()}, len(rows))
+        work.take_byte_rows(self._byte_addresses, len(rows))
         if self._many is not None:
             nbytes = sum(packed_rows_bytes(kernel, each) for each in experts)
             work.pack_rows(aligned(self._memory(nbytes).data_ptr()))
         work.ups()
         work.downs()
-        gains = [gain for expert in chosen for gain in expert.gains]
-        words = (ctypes.c_float * len(gains))(*gains)
-        total = self.total.data_ptr()
-        totals = [total + width * token for expert in chosen for token in expert.tokens]
-        work.add_rows(added_rows(INT8), ctypes.addressof(words), totals)
+        work.add_rows(added_rows(INT8), gains.ctypes.data, totals)
         kernel.run(work, len(experts))
+
+    @property
+    def _byte_addresses(self) -> dict[Layout, int]:
+        """The addresses of the tokens in 8 bits, by layout."""
+        return {layout: rows.data_ptr() for layout, rows in self._byte_rows.items()}
 
     def _memory(self, nbytes: int) -> torch.Tensor:
         """Return memory for `nbytes` bytes of packed rows. The next job overwrites it."""
@@ -134,10 +150,11 @@ class PromptExperts:
             self._packed = torch.empty(nbytes + LINE, dtype=torch.uint8)
         return self._packed
 
-    def _make_byte_rows(self, experts: Sequence[Expert]) -> None:
-        """Round the tokens to 8 bits, in every layout that `experts` need and for which no rounded tokens exist yet."""
+    def _make_byte_rows(self, experts: Sequence[Sequence[Matrix]]) -> None:
+        """Round the tokens to 8 bits, in every layout that the matrices of `experts` need and for which no rounded
+        tokens exist yet."""
         pool, (tokens, hidden) = self._kernel.pool, self._x.shape
-        for functions in {each for expert in experts for each in byte_functions(expert.matrices[:-1])}:
+        for functions in {each for matrices in experts for each in byte_functions(matrices[:-1])}:
             if functions.layout in self._byte_rows:
                 continue
             made = torch.empty(tokens, functions.layout.nbytes(hidden), dtype=torch.uint8)

@@ -26,7 +26,7 @@ slots.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
@@ -193,11 +193,11 @@ def routes_by_key(routing: Routing, low: Container[int] = ()) -> dict[ExpertKey,
         }
         if len(alone) == len(row):  # otherwise an expert is padding, or is chosen twice
             return alone
-    found: dict[int, list[int]] = {}
+    found: dict[int, list[int]] = defaultdict(list)
     width = len(rows[0])
-    for choice in range(width):
-        for token, row in enumerate(rows):
-            found.setdefault(row[choice], []).append(token * width + choice)
+    for choice, column in enumerate(zip(*rows, strict=True)):
+        for route, expert in zip(range(choice, len(rows) * width, width), column, strict=True):
+            found[expert].append(route)
     found.pop(routing.experts, None)
     return {(layer, expert, LOW if expert in low else EXACT): tuple(found[expert]) for expert in sorted(found)}
 

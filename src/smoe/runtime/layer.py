@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from itertools import accumulate, chain, pairwise
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from smoe.compute.decode_experts import DecodeExperts, routes_on_device
@@ -312,7 +315,7 @@ class LayerCompute:
         added in the same way, so that the sum does not depend on where an expert is computed."""
         counters, width = self.arrivals.counters, top_k_weights.shape[1]
         started, before = self._now(), counters.elsewhere_seconds
-        gains, prompt, computed = top_k_weights.flatten().tolist(), PromptExperts(kernel, hidden), 0
+        prompt, computed = PromptExperts(kernel, hidden), 0
         handed_over = _HandedOver.of(plan, self.units, hidden, width)
 
         def finish(done: int) -> int:
@@ -321,11 +324,10 @@ class LayerCompute:
                 self.arrivals.served(plan.serves[n], n + 1)
             return computed + done
 
-        for serve in plan.serves:
+        for serve, tokens, factors in zip(plan.serves, *_routed(plan.serves, top_k_weights), strict=True):
             waits = serve.waits if handed_over is None or serve.unit == DEVICE else not handed_over.is_done(serve)
             if waits or not prompt.has_room(len(serve.routes)):
                 computed = finish(prompt.flush())
-            tokens, factors = [route // width for route in serve.routes], [gains[route] for route in serve.routes]
             if handed_over is None or serve.unit == DEVICE:
                 prompt.add(Chosen(self.arrivals.weights_of(serve).matrices, tokens, factors))
             else:
@@ -368,6 +370,18 @@ class _HandedOver:
         if self._waiting[unit]:
             serve = self._waiting[unit].popleft()
             (self.under_way[serve.key],) = self._units[unit].submit([_wanted(serve, self._width)], self._hidden)
+
+
+def _routed(
+    serves: Sequence[Serve], top_k_weights: torch.Tensor
+) -> tuple[list[npt.NDArray[np.int64]], list[npt.NDArray[np.float32]]]:
+    """Return the tokens of each expert task's routes, and their routing weights, for top_k_weights [T, K] on the
+    CPU."""
+    routes = np.fromiter(chain.from_iterable([serve.routes for serve in serves]), np.int64)
+    ends = list(accumulate([len(serve.routes) for serve in serves], initial=0))
+    tokens, gains = routes // top_k_weights.shape[1], top_k_weights.detach().float().flatten().numpy()[routes]
+    spans = [slice(begin, end) for begin, end in pairwise(ends)]
+    return [tokens[span] for span in spans], [gains[span] for span in spans]
 
 
 def _key_of(serve: Serve) -> ExpertKey:
