@@ -211,6 +211,13 @@ def test_loads_into_new_memory_delay_prompts_only(slots: int) -> None:
     assert prompt_seconds(slow, 256) == pytest.approx(4 * EXPERTS * 5 * LOAD)
 
 
+def test_a_prompt_reads_while_other_layers_are_computed() -> None:
+    """Reads never pause: the time of other layers but the first is hidden behind them."""
+    slow = replace(scene(4 * EXPERTS, pace=Pace(load=1e-3)), prompt_tokens=256)
+    layer, run = times_for(MACHINE, slow.work, pace=slow.pace).layer(256), simulate(slow, TYPICAL)
+    assert run.prefill_parts["disk"] + layer < run.ttft_seconds < run.prefill_parts["disk"] + 2 * layer
+
+
 def test_faster_reads_shorten_only_the_reading_of_a_first_load() -> None:
     pace = Pace(load=0.1, first_load=0.3)
     assert times_for(MACHINE, work(), pace=pace).first_load == pytest.approx(0.3)

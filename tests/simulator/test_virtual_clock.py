@@ -13,7 +13,7 @@ import pytest
 from smoe.policy.answering import Answering
 from smoe.policy.importance import Thresholds
 from smoe.policy.plan_progress import carry_out
-from smoe.policy.prediction import Grading, Moment, Sight
+from smoe.policy.prediction import Grading, Moment, Prediction, Sight
 from smoe.policy.prices import LayerPrices, PriceTable
 from smoe.policy.quality_budget import QualityBudget, TimeBudget
 from smoe.policy.registry import ONLINE_EVICTION, make_eviction
@@ -100,6 +100,29 @@ def test_steps_take_as_long_as_by_a_simpler_clock(slots: int) -> None:
         assert found == pytest.approx(expected)
     else:
         assert min(found) >= LAYER + TOP_K * EXPERT
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_prompt_reads_its_next_layer_while_this_one_is_computed(ahead: bool) -> None:
+    """Two experts a layer, all other than the next layer's, in slots for all of them. Computing takes longer."""
+    prompt = [Routing(layer, Phase.PREFILL, EXPERTS, [[0, 1]] * 8) for layer in range(LAYERS)]
+    clock, load = VirtualClock(LAYERS * EXPERTS, 4, LAYERS, make_eviction("lru"), times()), 0.5
+    clock.change_times(times(load))
+    for n, routing in enumerate(prompt, start=1):
+        clock.serve(routing, [Prediction(n, [0, 1])] if ahead and n < LAYERS else [])
+    computing, first = LAYER + 2 * 8 * EXPERT, load
+    waits = 1 if ahead else LAYERS
+    assert clock.result.prefill_seconds == pytest.approx(LAYERS * computing + waits * first)
+
+
+def test_a_prompt_reads_no_further_ahead_than_staging_slots_allow() -> None:
+    prompt = [Routing(layer, Phase.PREFILL, EXPERTS, [[0, 1, 2]] * 8) for layer in range(2)]
+    clock = VirtualClock(LAYERS * EXPERTS, 2, 2, make_eviction("lru"), times(load=0.5))
+    clock.serve(prompt[0], [Prediction(1, [0, 1, 2])])
+    clock.serve(prompt[1])
+    one, computing = 8 * EXPERT, 2 * (LAYER + 3 * 8 * EXPERT)
+    assert one > 0.5 and clock.result.prefill_seconds == pytest.approx(computing + 0.5), "only the first was waited for"
+    assert clock.result.link_seconds == pytest.approx(6 * 0.5)
 
 
 def foreseen(

@@ -11,6 +11,7 @@ for long texts.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
@@ -177,12 +178,19 @@ def _begin(scene: Scene, habits: Habits) -> _Begun:
     clock, is_all_resident = _clock(scene, times, layers), scene.ledger.cache_slots >= work.layers * work.experts
     clock.change_times(of_first_loads(times))
     served = layers * (1 + (0 if is_all_resident else max(0, _WARM_UP - _LOOK_STEPS)))
-    for routing in drawn.trace[:layers]:
-        clock.serve(routing)
+    prompt = drawn.trace[:layers]
+    for n, routing in enumerate(prompt, start=1):
+        clock.serve(routing, _read_ahead(prompt[n : n + 1]))
     clock.change_times(times)
     for routing in drawn.trace[layers:served]:
         clock.serve(routing)
     return _Begun(clock, times, drawn, served, is_all_resident)
+
+
+def _read_ahead(following: Sequence[Routing]) -> list[Prediction]:
+    """Return the predictions of the experts that layers of a prompt choose, whose routings are `following`. The engine
+    predicts the next layer's by its router, which for a prompt finds nearly all."""
+    return [Prediction(each.layer, sorted(set(chain.from_iterable(each.top_k_index)))) for each in following]
 
 
 def _finish(scene: Scene, begun: _Begun) -> Simulated:

@@ -241,8 +241,9 @@ class VirtualClock:
         """Whether a load is running or queued."""
         return self._link.is_busy(self._now) or self._link.has_queued
 
-    def serve(self, routing: Routing) -> None:
-        """Execute one layer of one step, and advance the clock by its time."""
+    def serve(self, routing: Routing, ahead: Iterable[Prediction] = ()) -> None:
+        """Execute one layer of one step, and advance the clock by its time. `ahead`: for a layer of a prompt, the
+        experts of its next layer. Free staging slots receive them after this layer's own loads."""
         began, result = self._now, self.result
         is_decode = routing.phase is Phase.DECODE
         goes_on = is_decode and routing.layer > self._last_layer
@@ -276,6 +277,8 @@ class VirtualClock:
             self._ask(Moment.ROUTED, plan)
             for moment in ON_A_THREAD:
                 self._ask(moment, plan)
+        else:
+            self._progress.prefetch(plan_prefetch(ahead, self._table, plan))
         self._compute(plan, is_decode)
         self._take_answer(plan, waits=True)
         if not is_decode:
