@@ -11,7 +11,10 @@ import pytest
 from smoe.errors import BudgetError
 from smoe.expert import EXACT
 from smoe.policy.load_or_compute import Balance, Costs
-from smoe.policy.plan import HOST
+from smoe.policy.plan import HOST, Load
+from smoe.policy.plan_prefetch import plan_prefetch
+from smoe.policy.plan_progress import Progress
+from smoe.policy.prediction import Prediction
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import PoolSize, SlotTable
 from smoe.policy.step import observation, plan_layer
@@ -119,3 +122,21 @@ def test_prefill_without_staging_is_a_budget_error() -> None:
     served(executor, decode(1, 0, 1))
     with pytest.raises(BudgetError, match="staging"):
         plan_layer(Routing(0, Phase.PREFILL, EXPERTS, [[0, 1]]), executor.table, executor.eviction, 1)
+
+
+def test_slots_of_promoted_copies_are_free_for_the_next_layer() -> None:
+    """Copies that were read ahead become resident at once. In exchange, free cache slots become staging slots, so that
+    the layer after the next can be read ahead, too."""
+    table, eviction, layers, begun = SlotTable(PoolSize(12, 3)), make_eviction("lru"), [], list[Load]()
+    progress = Progress(table, eviction, begun.append)
+    for layer in range(3):
+        plan = plan_layer(Routing(layer, Phase.PREFILL, EXPERTS, [[0, 1]] * 4), table, eviction, 4)
+        progress.adopt(plan)
+        ahead = plan_prefetch([Prediction(layer + 1, [0, 1])], table, plan)
+        progress.prefetch(ahead)
+        layers.append((plan.hits, len(ahead)))
+        while begun:
+            progress.arrive(begun.pop().key)
+        for computed, serve in enumerate(plan.serves, start=1):
+            progress.served(serve, computed)
+    assert layers == [(0, 2), (2, 2), (2, 2)]

@@ -53,10 +53,10 @@ def plan_prefill(
     for form in forms:
         pool = residency.pool(layer, form)
         free = deque(pool.free_cache)
-        for _ in (p for p in promotions if p.victim is None and p.key[2] == form):
-            free.popleft()
+        exchanged = [free.popleft() for each in promotions if each.victim is None and each.key[2] == form]
+        free_staging = (*pool.free_staging, *exchanged)  # promotions come before loads
         slots = _staging_order(
-            serves, [key for key in passing if key[2] == form], residency, pool.free_staging, staying.instead
+            serves, [key for key in passing if key[2] == form], residency, free_staging, staying.instead
         )
         for key in (key for key in loaded if key[2] == form):
             if key in staying.free:

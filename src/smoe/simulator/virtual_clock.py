@@ -120,12 +120,12 @@ class _Link:
         return found
 
     def wait(self, key: ExpertKey, now: float) -> float:
-        """Return the time at which the load of `key` ends. A thread waits for this load, so it gets priority over loads
-        for which no thread waits."""
+        """Return the time at which the load of `key` ends. A thread waits for this load, so if no thread has waited for
+        it before, it is the next one to begin, as in `memory/reading_threads.py`."""
         self._run(now)
         since = self._expected.pop(key, None)
         if since is not None:
-            self._waiting.append((key, since))
+            self._waiting.appendleft((key, since))
         while key not in self._ends:
             self._begin_next(inf)
         return self._ends.pop(key)
