@@ -16,7 +16,10 @@ def main() -> None:
     atexit.register(gc.freeze)  # otherwise Python searches all objects for garbage when it ends: a second with torch
     os.environ["USE_HUB_KERNELS"] = "NO"  # transformers, which reads this when imported, then downloads no kernel code
     leave_on_interrupt()  # has an effect only if the program was not started by its name
-    from smoe.cli import main as run
+    from smoe.garbage import collection_paused
+
+    with collection_paused():
+        from smoe.cli import main as run
 
     run()
 

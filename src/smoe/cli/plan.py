@@ -11,6 +11,7 @@ from smoe.bounds import EMULATED
 from smoe.cli.options import Debug, EngineOptions, Json, Model
 from smoe.cli.settings import SERVED_SEQUENCES
 from smoe.config import EngineConfig
+from smoe.garbage import collection_paused
 from smoe.policy.budget import minimum_bytes
 from smoe.units import format_bytes, format_rate, format_seconds
 
@@ -73,10 +74,11 @@ def command(engine: MachineOptions, model: Model = "demo", json: Json = False, d
     and a faster disk would achieve, and the command to type.
     """
     from smoe.cli.console import doing, note, print_json
-    from smoe.report.forecast import forecast
 
     config = engine.config()
-    with doing("simulating runs"):
+    with doing("simulating runs"), collection_paused():  # what it makes stays in use until the process ends
+        from smoe.report.forecast import forecast
+
         result = forecast(model, config, engine.revision)
     if json:
         from smoe.report.usual_text import usual_slots
