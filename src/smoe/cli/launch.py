@@ -8,7 +8,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -124,6 +123,8 @@ def _server(program: str, given: Sequence[str]) -> Iterator[RunningServer]:
 
 def _running(url: str, key: str) -> RunningServer | None:
     """Return the server of smoe that listens at an address; None if there is none."""
+    import urllib.request  # the other commands, which import this module too, do not need it
+
     request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
     try:
         with urllib.request.urlopen(request, timeout=_LOOK_SECONDS) as answer:
