@@ -24,7 +24,7 @@ from smoe.load.priced_alpha import PricedAlpha
 from smoe.load.priced_answers import prices_of
 from smoe.load.tuned import TunedValue
 from smoe.machine.device import AnyDevice, gpu_name
-from smoe.machine.measure import describe_machine
+from smoe.machine.processor import processor_name
 from smoe.memory.emulation import read_profile
 from smoe.models.spec import ModelSpec
 from smoe.policy.prices import PriceTable
@@ -218,7 +218,7 @@ def _too_far(setting: str, nearest: Winner, share: float) -> str:
 def where(config: EngineConfig, device: AnyDevice) -> str:
     """Return the description of a machine for which the times of a tournament are valid: its processor and its device,
     or the emulated profile."""
-    processor = str(describe_machine()["processor"])
+    processor = processor_name()
     if config.device == EMULATED:
         return f"{processor}, acting {read_profile(config.profile).name}"
     return processor if device.type == "cpu" else f"{processor}, {gpu_name(device)}"

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from smoe.config import EngineConfig
 from smoe.cpu_isa import max_cpu_isa
-from smoe.machine.measure import describe_machine
-from smoe.machine.processor import BUSY_SHARE
+from smoe.machine.processor import BUSY_SHARE, processor_name
 from smoe.metrics import Counters
 from smoe.policy.budget import Ledger
 from smoe.policy.registry import DRAFT
@@ -382,4 +381,4 @@ _SEPARATOR = " | "
 def _key(arithmetic: RunArithmetic, access: Access) -> str:
     """Return the key under which the times of a model are stored: processor, precision, settings of the arithmetic, and
     access to experts."""
-    return _SEPARATOR.join([describe_machine()["processor"], *arithmetic, access.value])
+    return _SEPARATOR.join([processor_name(), *arithmetic, access.value])
