@@ -22,8 +22,17 @@ from smoe.memory.arena import Arena
 from smoe.memory.expert_files import DiskReader
 from smoe.memory.movers import Filler, SlotMover, torch_dtype
 from smoe.memory.reading_threads import Ticket
-from smoe.memory.safetensors_index import ITEM_BYTES, read_header
-from smoe.memory.store import MATRIX_ALIGNMENT, PAGE, STAGED_BYTES, ExpertStore, Part, StoredLayer, row_of
+from smoe.memory.safetensors_index import ITEM_BYTES, StoredTensor, read_header
+from smoe.memory.store import (
+    MATRIX_ALIGNMENT,
+    PAGE,
+    STAGED_BYTES,
+    ExpertStore,
+    FusedExperts,
+    Part,
+    StoredLayer,
+    row_of,
+)
 from smoe.policy.plan import Load, LoadReason
 
 INNER, HIDDEN, EXPERTS = 48, 40, 3
@@ -200,3 +209,30 @@ def test_row_of_a_fused_tensor(tmp_path: Path) -> None:
     raw = (tmp_path / "w.safetensors").read_bytes()[row.offset : row.offset + row.nbytes]
     assert torch.equal(torch.frombuffer(bytearray(raw), dtype=torch.float32), torch.arange(12.0, 18.0))
     assert row.shape == (2, 3)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+@pytest.mark.parametrize("shift", [0, 2, 4094])
+@pytest.mark.parametrize(("inner", "period"), [(32, 1), (48, 2), (40, 4), (65, 9)])
+def test_rows_made_on_demand_are_placed_as_rows_made_at_once(inner: int, period: int, shift: int, dtype: str) -> None:
+    """Offsets have the same remainders by the page size after 1, 2 or 4 experts, or after none of all 9."""
+    experts, item = 9, ITEM_BYTES["BF16"]
+    parts = (Part("gate_up_proj", (2 * inner, 64)), Part("down_proj", (64, inner)))
+    fused, offset = dict[str, tuple[StoredTensor, ...]](), shift
+    for part in parts:
+        shape = (experts, *part.shape)
+        nbytes = shape[0] * shape[1] * shape[2] * item
+        fused[part.name] = (StoredTensor(Path("one.safetensors"), offset, nbytes, "BF16", shape, part.name),)
+        offset += nbytes
+    on_demand = FusedExperts(experts, fused)
+    assert on_demand.period == period
+    lazy, eager = (
+        ExpertStore({layer: StoredLayer(layer, parts, sources) for layer in (0, 3)}, dtype)
+        for sources in (on_demand, list(on_demand))
+    )
+    assert lazy.keys() == eager.keys()
+    for key in reversed(eager.keys()):
+        assert lazy.placement(*key) == eager.placement(*key)
+    for name in ("is_staged", "slot_bytes", "staging_buffer_bytes", "expert_bytes", "total_bytes"):
+        assert getattr(lazy, name) == getattr(eager, name), name
+    assert lazy.paths() == eager.paths()

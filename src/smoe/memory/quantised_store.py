@@ -226,7 +226,7 @@ def _ingredients(matrix: StoredTensor, stored: StoredMatrix, target: int) -> Ite
 
 def _matrices_of(experts: StoredLayer) -> tuple[StoredMatrix, ...]:
     biases = {part.name for part in experts.parts if _is_bias(part)}
-    first, *others = (list(_named(experts.parts, of)) for of in experts.sources)
+    first, *others = (list(_named(experts.parts, experts.sources[sample])) for sample in experts.samples)
     for name, part, tensor in first:
         if part in biases and tensor.dtype in STORED:
             continue

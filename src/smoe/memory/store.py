@@ -19,8 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd, lcm
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -127,6 +128,39 @@ class Part:
         return self.shape[::-1] if self.is_turned else self.shape
 
 
+class FusedExperts(Sequence[Mapping[str, tuple[StoredTensor, ...]]]):
+    """The stored tensors of a layer's experts (`StoredLayer.sources`) that are all rows of fused tensors [E, ...]. Rows
+    are made on demand: a forecast of a model with thousands of experts needs few of them."""
+
+    def __init__(self, experts: int, tensors: Mapping[str, tuple[StoredTensor, ...]]) -> None:
+        """`experts`: E, the number of experts. `tensors`: the fused tensors of every weight, in the order of its
+        rows."""
+        self._experts = range(experts)
+        self._tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self._experts)
+
+    @overload
+    def __getitem__(self, expert: int) -> dict[str, tuple[StoredTensor, ...]]: ...
+    @overload
+    def __getitem__(self, expert: slice) -> list[dict[str, tuple[StoredTensor, ...]]]: ...
+    def __getitem__(self, expert: int | slice) -> Any:
+        if isinstance(expert, slice):
+            return [self[each] for each in self._experts[expert]]
+        row = self._experts[expert]
+        return {name: tuple(row_of(tensor, row) for tensor in fused) for name, fused in self._tensors.items()}
+
+    @property
+    def period(self) -> int:
+        """The smallest number of experts after which the offsets of all rows have the same remainders by `PAGE`; at
+        most E."""
+        fused = [tensor for of_part in self._tensors.values() for tensor in of_part]
+        if any(tensor.made_of for tensor in fused):
+            return len(self)
+        return min(len(self), lcm(*(PAGE // gcd(PAGE, tensor.nbytes // tensor.shape[0]) for tensor in fused)))
+
+
 @dataclass(frozen=True)
 class StoredLayer:
     """The routed experts of one layer. `sources[expert][name]` are the stored tensors that together form the weight
@@ -140,13 +174,20 @@ class StoredLayer:
     sources: Sequence[Mapping[str, tuple[StoredTensor, ...]]]
 
     def __post_init__(self) -> None:
-        for expert, sources in enumerate(self.sources):
+        for expert in self.samples:
+            sources = self.sources[expert]
             for part in self.parts:
                 _check_part(f"layer {self.layer}, expert {expert}", part, sources.get(part.name, ()))
 
     @property
     def experts(self) -> int:
         return len(self.sources)
+
+    @property
+    def samples(self) -> range:
+        """The first experts, 0 to n - 1. Every expert e is stored like expert e modulo n: in the same files and
+        formats, with the same shapes, and with the same remainders of all offsets by `PAGE`."""
+        return range(self.sources.period if isinstance(self.sources, FusedExperts) else len(self.sources))
 
 
 class ExpertStore:
@@ -165,18 +206,21 @@ class ExpertStore:
         self._piece_alignment = max(self._alignment, MATRIX_ALIGNMENT)
         self._placements: dict[tuple[int, int], SlotLayout] = {}
         self._layouts: dict[tuple[object, ...], int] = {}
-        in_place = [self._in_place(layer, expert) for layer, expert in self.keys()]
-        self.is_staged = any(placement is None for placement in in_place)
-        for key, placement in zip(self.keys(), in_place, strict=True):
+        samples = [(layer, expert) for layer in sorted(self.layers) for expert in self.layers[layer].samples]
+        in_place = [self._in_place(*key) for key in samples]
+        self.is_staged = None in in_place
+        for key, placement in zip(samples, in_place, strict=True):
             self._placements[key] = placement if placement and not self.is_staged else self._staged(*key)
         placements = self._placements.values()
         self.slot_bytes: dict[int, int] = {}
         """The number of bytes of a slot that can hold any expert of a layer, by layer."""
-        for (layer, _), p in self._placements.items():
+        self.total_bytes = 0
+        for (layer, expert), p in self._placements.items():
             self.slot_bytes[layer] = max(page_ceil(p.slot_bytes), self.slot_bytes.get(layer, 0))
+            alike = range(expert, self.layers[layer].experts, len(self.layers[layer].samples))
+            self.total_bytes += p.nbytes * len(alike)
         self.staging_buffer_bytes = max(p.staging_bytes for p in placements)
         self.expert_bytes = max(p.nbytes for p in placements)
-        self.total_bytes = sum(p.nbytes for p in placements)
 
     def keys(self) -> list[tuple[int, int]]:
         """Return (layer, expert) of every routed expert, in ascending order."""
@@ -185,11 +229,15 @@ class ExpertStore:
     def placement(self, layer: int, expert: int) -> SlotLayout:
         """Return how an expert is read into a slot: its reads, the offsets of its weights, and the chunks that are
         converted."""
-        return self._placements[layer, expert]
+        key = layer, expert
+        if key not in self._placements:  # its layout has a number already, that of its sample
+            placement = None if self.is_staged else self._in_place(layer, expert)
+            self._placements[key] = placement or self._staged(layer, expert)
+        return self._placements[key]
 
     def reads(self, layer: int, expert: int) -> list[Read]:
         """Return all reads from disk that load one expert."""
-        placement = self._placements[layer, expert]
+        placement = self.placement(layer, expert)
         return [*placement.reads, *(piece.read for piece in placement.pieces)]
 
     def paths(self) -> list[Path]:
@@ -230,9 +278,10 @@ class ExpertStore:
         return {tensor.path: tensor.identity for tensor in self._tensors() if tensor.identity is not None}
 
     def _tensors(self) -> Iterator[StoredTensor]:
+        """Yield the stored tensors of the sampled experts. All files have one of them."""
         for layer in self.layers.values():
-            for parts in layer.sources:
-                for tensor in (tensor for tensors in parts.values() for tensor in tensors):
+            for expert in layer.samples:
+                for tensor in (tensor for tensors in layer.sources[expert].values() for tensor in tensors):
                     yield from (each.tensor for each in tensor.made_of) if tensor.made_of else (tensor,)
 
     def _layout(self, experts: StoredLayer, parts: Mapping[str, int]) -> int:

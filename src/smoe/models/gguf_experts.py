@@ -20,7 +20,7 @@ from pathlib import Path
 from smoe.errors import CheckpointError, UnsupportedModelError
 from smoe.formats.registry import FORMATS
 from smoe.memory.safetensors_index import StoredTensor
-from smoe.memory.store import Part, StoredLayer, row_of
+from smoe.memory.store import FusedExperts, Part, StoredLayer, row_of
 from smoe.models.outline import ExpertsSite
 
 _KINDS = {"gate_up_proj": ("gate", "up"), "up_proj": ("up",), "down_proj": ("down",)}
@@ -34,7 +34,7 @@ def index_gguf_experts(place: Path, site: ExpertsSite, tensors: Mapping[str, Sto
     cannot represent the experts.
     """
     parts = tuple(_stored_part(part, site) for part in site.parts)
-    found: dict[str, list[Sequence[StoredTensor]]] = {}
+    found: dict[str, list[StoredTensor | Sequence[StoredTensor]]] = {}
     for part in parts:
         kinds, suffix = _KINDS[part.name.removesuffix(_BIAS)], "bias" if part.name.endswith(_BIAS) else "weight"
         if f"blk.{site.layer}.ffn_{'_'.join(kinds)}_exps.{suffix}" in tensors and not part.takes_turns:
@@ -42,20 +42,33 @@ def index_gguf_experts(place: Path, site: ExpertsSite, tensors: Mapping[str, Sto
         rows, *width = part.stored_shape
         shape = (rows // len(kinds), *width)
         found[part.name] = [_every_expert(place, site, f"ffn_{kind}", suffix, shape, tensors) for kind in kinds]
-    sources = [
-        {name: tuple(piece[expert] for piece in pieces) for name, pieces in found.items()}
-        for expert in range(site.experts)
-    ]
-    layer = StoredLayer(site.layer, parts, sources)
+    layer = StoredLayer(site.layer, parts, _sources_of(found, site.experts))
     if any(part.takes_turns for part in parts):
         _check_quantised(layer)
     return layer
 
 
+def _sources_of(
+    found: Mapping[str, Sequence[StoredTensor | Sequence[StoredTensor]]], experts: int
+) -> Sequence[Mapping[str, tuple[StoredTensor, ...]]]:
+    """Return `StoredLayer.sources`. `found[name]`: the matrices of the weight `name`, each a fused tensor, or one
+    tensor for every expert."""
+    fused = {name: tuple(each for each in pieces if isinstance(each, StoredTensor)) for name, pieces in found.items()}
+    if all(len(fused[name]) == len(pieces) for name, pieces in found.items()):
+        return FusedExperts(experts, fused)
+    return [
+        {
+            name: tuple(row_of(each, n) if isinstance(each, StoredTensor) else each[n] for each in pieces)
+            for name, pieces in found.items()
+        }
+        for n in range(experts)
+    ]
+
+
 def tensors_of(experts: StoredLayer) -> Iterator[StoredTensor]:
-    """Yield all stored tensors of a layer's experts."""
-    for sources in experts.sources:
-        for pieces in sources.values():
+    """Yield stored tensors of a layer's experts, among them one with each name."""
+    for sample in experts.samples:
+        for pieces in experts.sources[sample].values():
             yield from pieces
 
 
@@ -79,13 +92,14 @@ def _every_expert(
     suffix: str,
     shape: tuple[int, ...],
     tensors: Mapping[str, StoredTensor],
-) -> Sequence[StoredTensor]:
-    """Return the stored tensor of one matrix, or of one bias, of every expert of a layer."""
+) -> StoredTensor | Sequence[StoredTensor]:
+    """Return the fused tensor of one matrix, or of one bias, of all experts of a layer, else a tensor for every
+    expert."""
     key = f"blk.{site.layer}.{stem}_exps.{suffix}"
     fused = tensors.get(key)
     if fused is not None:
         check_shape(fused, (site.experts, *shape))
-        return [row_of(fused, expert) for expert in range(site.experts)]
+        return fused
     apart = [tensors.get(f"blk.{site.layer}.{stem}.{expert}.{suffix}") for expert in range(site.experts)]
     whole = [tensor for tensor in apart if tensor is not None]
     if len(whole) < site.experts:

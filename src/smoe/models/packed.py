@@ -184,7 +184,7 @@ def _as_stored(part: Part, experts: StoredLayer, plain: str) -> PackedPart | Non
     weight in the same quantized format, as separate codes and scales."""
     if len(part.shape) == 1:
         return PackedPart(part, plain)
-    pieces = [piece for sources in experts.sources for piece in sources[part.name]]
+    pieces = [piece for sample in experts.samples for piece in experts.sources[sample][part.name]]
     can_be_joined = all(is_in_pieces(piece) for piece in pieces) and not part.takes_turns
     return PackedPart(part, pieces[0].dtype) if can_be_joined and len({each.dtype for each in pieces}) == 1 else None
 
