@@ -129,7 +129,8 @@ class GgufSizes:
 
     def _sources(self, spec: ModelSpec) -> dict[str, WeightSource]:
         """Return, for every non-expert weight, the stored tensors from which it is made, by its transformers name."""
-        names = [name for name in spec.outline.stored if name not in spec.outline.of_experts]
+        of_experts = spec.outline.of_experts
+        names = [name for name in spec.outline.stored if name not in of_experts]
         return sources_of(self._family, self._entries, names, spec.config.get_text_config().num_hidden_layers)
 
     def _check_dense(
