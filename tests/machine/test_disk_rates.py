@@ -61,18 +61,24 @@ def test_the_rate_is_of_what_has_been_read_before(tmp_path: Path, passes: list[l
 
 
 def test_of_a_large_model_what_fits_the_time_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No time at all: one read of each thread, and no others are offered again."""
+    """So little time that each thread reads once: no other reads are offered again."""
     offered: list[list[Read]] = []
     rate = disk_rates._rate
 
-    def measured(reader: DiskReader, reads: list[Read], seconds: float) -> tuple[float, int]:
+    def measured(reader: DiskReader, reads: list[Read], seconds: float, buffers: Any) -> tuple[float, int]:
         offered.append(list(reads))
-        return rate(reader, reads, seconds)
+        return rate(reader, reads, seconds, buffers)
 
     monkeypatch.setattr(disk_rates, "_rate", measured)
-    measure_reads(Store(tmp_path / "experts"), 0.0)  # type: ignore[arg-type]
+    measure_reads(Store(tmp_path / "experts"), 1e-5)  # type: ignore[arg-type]
     first, again = offered
     assert len(first) == EXPERTS and again == first[: reading_threads(EngineConfig())]
+
+
+def test_no_more_is_offered_than_the_fastest_disk_reads(tmp_path: Path, passes: list[list[tuple[int, int]]]) -> None:
+    fitting = 3.5 * PAGE / disk_rates._MOST_RATE
+    measure_reads(Store(tmp_path / "experts"), 2 * fitting)  # type: ignore[arg-type]
+    assert len(passes[0]) <= 4 < EXPERTS
 
 
 def test_reads_land_in_many_buffers_as_the_engine_s_do(tmp_path: Path, passes: list[list[tuple[int, int]]]) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from itertools import cycle
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from time import perf_counter
@@ -24,6 +25,9 @@ _LEAST_BUFFERS_BYTES = 64 * 2**20
 """The least memory for buffers, in bytes. A few buffers of small experts would mostly be in small pages, because huge
 pages have 2 MiB."""
 
+_MOST_RATE = 16 * 10**9
+"""The rate of the fastest disk, in bytes per second: in a limited time, no more needs to be read."""
+
 
 def measure_disk(folder: Path, request_bytes: int, seconds: float, file_bytes: int) -> tuple[float, bool]:
     """Return the rate of reading a new file in `folder` as the engine reads experts, in bytes per second, and whether
@@ -37,7 +41,8 @@ def measure_disk(folder: Path, request_bytes: int, seconds: float, file_bytes: i
     reader = DiskReader(direct=True)
     try:
         blocks = [Read(path, n * size, size, 0, size) for n in range(_write(path, size, file_bytes))]
-        return _rate(reader, _scattered(blocks), seconds)[0], reader.is_direct
+        with _buffers(size) as buffers:
+            return _rate(reader, _scattered(blocks), seconds, buffers)[0], reader.is_direct
     finally:
         reader.close()
         with suppress(FileNotFoundError):
@@ -52,12 +57,26 @@ def measure_reads(store: ExpertStore, seconds: float) -> float:
     rate (docs/log/disk.md).
     """
     reader = DiskReader(direct=True)
-    reads = [read for key in _scattered(store.keys()) for read in store.reads(*key)]
+    reads = _scattered_reads(store, int(_MOST_RATE * seconds / 2))
     try:
-        _, known = _rate(reader, reads, seconds / 2)
-        return _rate(reader, reads[:known], seconds / 2)[0]
+        with _buffers(max(read.nbytes for read in reads)) as buffers:
+            _, known = _rate(reader, reads, seconds / 2, buffers)
+            return _rate(reader, reads[:known], seconds / 2, buffers)[0]
     finally:
         reader.close()
+
+
+def _scattered_reads(store: ExpertStore, most_bytes: int) -> list[Read]:
+    """Return the reads of experts in a scattered order: of all experts, or of so many that they exceed `most_bytes`."""
+    reads: list[Read] = []
+    left = most_bytes
+    for key in _scattered(store.keys()):
+        if left < 0:
+            break
+        of_expert = store.reads(*key)
+        reads += of_expert
+        left -= sum(read.nbytes for read in of_expert)
+    return reads
 
 
 def _scattered(items: Sequence[_Item]) -> list[_Item]:
@@ -65,33 +84,40 @@ def _scattered(items: Sequence[_Item]) -> list[_Item]:
     return [items[n * 7919 % len(items)] for n in range(len(items))]
 
 
-def _rate(reader: DiskReader, reads: Sequence[Read], seconds: float) -> tuple[float, int]:
-    """Return the rate of as many reads as fit into `seconds`, in bytes per second, and a number n: the first n reads
-    were certainly among them."""
-    threads = reading_threads(EngineConfig())
-    size = page_ceil(max(read.nbytes for read in reads))
+@contextmanager
+def _buffers(nbytes: int) -> Iterator[list[list[memoryview]]]:
+    """Yield the buffers of every reading thread, each for a read of `nbytes`."""
+    threads, size = reading_threads(EngineConfig()), page_ceil(nbytes)
     each = -(-_LEAST_BUFFERS_BYTES // (threads * size))
     arena = Arena([(threads * each, size)], huge_pages=True)
     # touched as by the engine: reads into untouched pages, or pages this process wrote, take up to twice as long
     arena.touch()
     arena.wait_touched(None)
-    started = perf_counter()
+    try:
+        yield [[arena.buffer(n) for n in range(first, first + each)] for first in range(0, threads * each, each)]
+    finally:
+        arena.close()
+
+
+def _rate(
+    reader: DiskReader, reads: Sequence[Read], seconds: float, buffers: Sequence[Sequence[memoryview]]
+) -> tuple[float, int]:
+    """Return the rate of as many reads as fit into `seconds`, in bytes per second, and a number n: the first n reads
+    were certainly among them. `buffers`: those of every reading thread."""
+    threads, started = len(buffers), perf_counter()
 
     def read_some(thread: int) -> tuple[int, int]:
         came = done = 0
-        for read in reads[thread::threads]:
-            came += reader.read(read, arena.buffer(thread * each + done % each))
+        for read, buffer in zip(reads[thread::threads], cycle(buffers[thread]), strict=False):
+            came += reader.read(read, buffer)
             done += 1
             if perf_counter() > started + seconds:
                 break
         return came, done
 
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            came, done = zip(*pool.map(read_some, range(threads)), strict=True)
-        return sum(came) / (perf_counter() - started), min(len(reads), threads * max(1, min(done)))
-    finally:
-        arena.close()
+    with ThreadPoolExecutor(threads) as pool:
+        came, done = zip(*pool.map(read_some, range(threads)), strict=True)
+    return sum(came) / (perf_counter() - started), min(len(reads), threads * max(1, min(done)))
 
 
 def measure_small_disk(request_bytes: int) -> float | None:
