@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Container
+from math import inf
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from smoe.policy.eviction.base import Eviction
 
 _SORTED = 128
 """The number of residents up to which sorting is faster than partitioning."""
+_FEW = 8
+"""The number of victims up to which searching them one by one is faster than sorting or partitioning."""
 _SPARE = 4
 """The number of victims that the first search finds beyond those requested, because some may be in the shield."""
 
@@ -83,9 +86,25 @@ def lowest(values: np.ndarray, among: np.ndarray, count: int) -> np.ndarray:
     """Return the indices of the `count` lowest elements of `values` among those for which `among` is true, ascending by
     value, then by index."""
     places = among.nonzero()[0]
+    few = _lowest_few(values.take(places), count) if count <= min(_FEW, len(places)) else None
+    if few is not None:
+        return places.take(few)
     left = values.take(places)
     if len(places) > _SORTED:
         bound = np.partition(left, count - 1)[count - 1]
         low = (left <= bound).nonzero()[0]
         places, left = places[low], left[low]
     return places[left.argsort(kind="stable")[:count]]
+
+
+def _lowest_few(values: np.ndarray, count: int) -> list[np.intp] | None:
+    """Return the indices of the `count` lowest elements of `values`, found one by one, ascending by value, then by
+    index; None if they are not all finite. Found elements become infinite."""
+    found: list[np.intp] = []
+    for _ in range(count):
+        place = values.argmin()
+        if not values.item(place) < inf:
+            return None
+        found.append(place)
+        values[place] = inf
+    return found
