@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import chain
 from math import inf
 
 from smoe.expert import EXACT, LOW, ExpertKey
@@ -217,7 +218,8 @@ class VirtualClock:
         """Return another clock in the same state, which uses `predictor` from now on. This clock has had none. The
         state of either clock no longer changes with the other's."""
         assert self._predictor is None
-        other = deepcopy(self, {id(self._times): self._times})
+        keys = chain(self._table.ready, self._table.inflight)  # thousands of tuples; copying them would take longest
+        other = deepcopy(self, {id(shared): shared for shared in (self._times, *keys)})
         other._predictor = predictor
         return other
 
