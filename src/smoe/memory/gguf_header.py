@@ -223,12 +223,14 @@ class _Reader:
     def _skip_buffered_texts(self, count: int) -> int:
         """Skip at most `count` strings whose lengths are within the buffered bytes. Return how many were skipped."""
         length_at, window, start = struct.Struct("<Q").unpack_from, self._window, self.position - self._begin
-        done, last = 0, len(window) - 8
-        while done < count and start <= last:
+        last = len(window) - 8
+        for done in range(count):
+            if start > last:
+                count = done
+                break
             start += 8 + length_at(window, start)[0]
-            done += 1
         self.position = self._begin + start
-        return done
+        return count
 
     def number(self, form: str, what: str) -> Any:
         """Return one number in the format `form` of Python's struct module: an int, a float or a bool."""
