@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 from smoe.errors import ModelError, SmoeError
 from smoe.models.gguf_names import labels_of
@@ -151,6 +150,8 @@ def unreachable() -> str | None:
 
 def _first_hop(endpoint: str) -> tuple[str, int]:
     """Return host and port of the hub, or of the proxy for it."""
+    from urllib.request import getproxies, proxy_bypass  # with the modules of HTTP, which most commands do not need
+
     hub = urlsplit(endpoint)
     proxy = None if proxy_bypass(hub.hostname or "") else getproxies().get(hub.scheme, getproxies().get("all"))
     hop = hub if proxy is None else urlsplit(proxy if "//" in proxy else f"http://{proxy}")
