@@ -283,7 +283,7 @@ def survey_of(model: str, config: EngineConfig, revision: str | None) -> Survey:
     machine, subject = machine_for(rates, device, profile, is_direct, spec), None
     if machine is not None:
         guess = functools.partial(predictor_name, device=device)
-        pace = functools.partial(pace_for, checkpoint, device, is_emulated)
+        pace = functools.cache(functools.partial(pace_for, checkpoint, device, is_emulated))
         dense = spec.dense_bytes_read
 
         def divide(nbytes: int, spec: ModelSpec, config: EngineConfig) -> Ledger:
