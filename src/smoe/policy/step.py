@@ -186,10 +186,11 @@ def routes_by_key(routing: Routing, low: Container[int] = ()) -> dict[ExpertKey,
     """
     layer, rows = routing.layer, routing.top_k_index
     if len(rows) == 1:
-        row = rows[0]
-        order = sorted(range(len(row)), key=row.__getitem__)
+        row, padding = rows[0], routing.experts
         alone: dict[ExpertKey, tuple[int, ...]] = {
-            (layer, row[k], LOW if row[k] in low else EXACT): (k,) for k in order if row[k] != routing.experts
+            (layer, expert, LOW if expert in low else EXACT): (k,)
+            for expert, k in sorted(zip(row, range(len(row)), strict=True))
+            if expert != padding
         }
         if len(alone) == len(row):  # otherwise an expert is padding, or is chosen twice
             return alone

@@ -90,12 +90,12 @@ def synthesise(
     quantiles = [NormalDist().inv_cdf((n + 0.5) / experts) for n in range(experts)]
     liked = habits.skew * np.stack([chance.permutation(quantiles) for _ in range(layers)])
     partners = np.stack([chance.permutation(experts) for _ in range(layers)])
-    before = np.zeros((layers, 0), dtype=np.int64)
+    before, every_layer = np.zeros((layers, 0), dtype=np.int64), np.arange(layers)[:, None]
     prompt: list[list[tuple[list[int], np.ndarray | None]]] = [[] for _ in range(layers)]
     routings: list[Routing] = []
     for token in range(shape.prompt_tokens + shape.steps):
         logits = liked + chance.gumbel(size=(layers, experts))
-        np.put_along_axis(logits, before, np.take_along_axis(logits, before, 1) + habits.reuse, 1)
+        logits[every_layer, before] += habits.reuse
         chosen = _choose(logits, partners, habits.affinity, shape.top_k)
         scores = _scores(logits, habits.sharpness) if with_scores else None
         for layer, row in enumerate(chosen.tolist()):
@@ -131,12 +131,12 @@ def _scores(logits: np.ndarray, sharpness: float) -> np.ndarray:
 def _routing(layer: int, phase: Phase, experts: int, rows: Sequence[tuple[list[int], np.ndarray | None]]) -> Routing:
     """Return the routing of one layer in one step. As in the engine, a prompt has scores for its last tokens only."""
     routing = Routing(layer, phase, experts, [row for row, _ in rows])
-    scores = [of_row.tolist() for _, of_row in rows if of_row is not None]
-    if not scores:
+    scored = [(row, of_row) for row, of_row in rows if of_row is not None]
+    if not scored:
         return routing
-    weights = scaled([[of_row[e] for e in row] for (row, _), of_row in zip(rows, scores, strict=True)])
-    scores_of_phase = scores if phase is Phase.DECODE else [scores[row] for row in last_rows(routing)]
-    return routing._replace(scores=scores_of_phase, weights=weights)
+    weights = scaled([of_row[row].tolist() for row, of_row in scored])
+    with_scores = range(len(rows)) if phase is Phase.DECODE else last_rows(routing)
+    return routing._replace(scores=[scored[row][1].tolist() for row in with_scores], weights=weights)
 
 
 def moments(trace: Sequence[Routing], steps: int) -> Moments:

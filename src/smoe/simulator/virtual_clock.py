@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import chain
 from math import inf
 
 from smoe.expert import EXACT, LOW, ExpertKey
@@ -218,8 +217,8 @@ class VirtualClock:
         """Return another clock in the same state, which uses `predictor` from now on. This clock has had none. The
         state of either clock no longer changes with the other's."""
         assert self._predictor is None
-        keys = chain(self._table.ready, self._table.inflight)  # thousands of tuples; copying them would take longest
-        other = deepcopy(self, {id(shared): shared for shared in (self._times, *keys)})
+        flat = self._table.ready, self._table.inflight  # without this, copying their keys would take longest
+        other = deepcopy(self, {id(self._times): self._times} | {id(each): each.copy() for each in flat})
         other._predictor = predictor
         return other
 
@@ -355,8 +354,8 @@ class VirtualClock:
     def _compute(self, plan: LayerPlan, is_decode: bool) -> None:
         """Compute resident experts first. Then wait for each missing expert and compute it, in the order of the
         plan."""
-        times, serves, ready = self._times, plan.serves, self._table.ready
-        guesses = self._predictor is not None
+        times, serves, ready, progress = self._times, plan.serves, self._table.ready, self._progress
+        expert, guesses = times.expert, self._predictor is not None
         by_host, host_free = {}, self._now
         for serve in serves:
             if serve.unit != DEVICE:
@@ -372,13 +371,15 @@ class VirtualClock:
                 continue
             if serve.key not in ready:
                 self._now = max(self._now, self._link.wait(serve.key, self._now))
-                self._progress.arrive(serve.key)
+                progress.arrive(serve.key)
             if guesses and computed > here:
                 self._look_for_answer(plan, computed - 1)
-            is_alone = is_decode and computed > here
-            self._now += times.expert(len(serve.routes)) * (times.alone if is_alone else 1.0)
-            self.result.computed_alone += is_alone
-            self._progress.served(serve, computed)
+            if is_decode and computed > here:
+                self._now += expert(len(serve.routes)) * times.alone
+                self.result.computed_alone += 1
+            else:
+                self._now += expert(len(serve.routes))
+            progress.served(serve, computed)
             if guesses and (computed == 1 or computed >= here):  # residents after the first are computed together
                 self._look_for_answer(plan, computed)
 
