@@ -29,8 +29,9 @@ from smoe.kernels.many_rows import LINE, MOST_MANY_ROWS, aligned
 from smoe.kernels.matrix import Matrix, added_rows
 from smoe.kernels.quantised_work import ROWS_OF_UNIT
 
-MOST_ROWS_OF_WORK = 512
-"""The largest number of rows in a job (2 MB if H is 2048), unless a single expert has more."""
+MOST_ROWS_OF_WORK, LARGE_ROW_BYTES = 1024, 4096
+"""The largest number of rows in a job, unless a single expert has more: a prompt of 128 tokens is then one or two jobs
+a layer. Rows of more bytes have half as many."""
 MOST_PACKED_ROWS_OF_WORK = MOST_MANY_ROWS // 2
 """The same for experts whose rows are packed. Rows that fill up registers at most double their number, so that packed
 rows take the memory of at most `MOST_MANY_ROWS` rows."""
@@ -73,7 +74,7 @@ class PromptExperts:
         """Memory for packed rows of one job."""
         has_packed = kernel.pool.many is not None and not kernel.pool.rows_are_alone
         self._many = kernel.pool.many if has_packed else None
-        self._most_rows = MOST_ROWS_OF_WORK
+        self._most_rows = MOST_ROWS_OF_WORK if 2 * x.shape[1] <= LARGE_ROW_BYTES else MOST_ROWS_OF_WORK // 2
 
     def has_room(self, tokens: int) -> bool:
         """Return whether an expert with `tokens` tokens can be added before the next `flush`."""
