@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from smoe.bounds import INT8
-from smoe.fastpath import attention, decoder_layer, linear, norm
+from smoe.fastpath import attention, decoder_layer, fast_layer, linear, norm
 from smoe.formats.registry import FORMATS
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.models.kv_cache import RowCache
@@ -69,7 +69,7 @@ def quantise(model: PreTrainedModel) -> None:
             )
 
 
-def adopt(model: PreTrainedModel, pool: SpinningPool) -> dict[nn.Module, decoder_layer.OneToken]:
+def adopt(model: PreTrainedModel, pool: SpinningPool) -> dict[nn.Module, fast_layer.FastLayer]:
     """All parts, then the layers; returns these."""
     norms = norm.speed_up(model)
     attention.speed_up(model, pool)

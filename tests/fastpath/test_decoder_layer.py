@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from smoe.fastpath import decoder_layer
+from smoe.fastpath import fast_layer
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.models.kv_cache import RowCache
 from tests import oracle, promised
@@ -40,20 +40,20 @@ OTHERS: dict[str, tuple[type, type, dict[str, Any]]] = {
 def taken_back(model: PreTrainedModel) -> None:
     """The layers' own forward again."""
     for module in model.modules():
-        if isinstance(getattr(module.__dict__.get("forward"), "__self__", None), decoder_layer.OneToken):
+        if isinstance(getattr(module.__dict__.get("forward"), "__self__", None), fast_layer.FastLayer):
             del module.forward
 
 
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for every layer and token that goes through the work."""
     seen: list[int] = []
-    one_token = decoder_layer.OneToken.one_token
+    one_token = fast_layer.FastLayer.one_token
 
     def noted(self: Any, *args: Any) -> torch.Tensor:
         seen.append(self.index)
         return one_token(self, *args)
 
-    monkeypatch.setattr(decoder_layer.OneToken, "one_token", noted)
+    monkeypatch.setattr(fast_layer.FastLayer, "one_token", noted)
     return seen
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from smoe.fastpath import attention, decoder_layer
+from smoe.fastpath import attention, fast_layer
 from smoe.kernels.isa import widest
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.models.kv_cache import RowCache
@@ -44,13 +44,13 @@ def adopted(kind: str, is_quantised: bool, pool: SpinningPool) -> PreTrainedMode
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry with the number of tokens for every layer and prompt that goes through our method."""
     seen: list[int] = []
-    several_tokens = decoder_layer.OneToken.several_tokens
+    several_tokens = fast_layer.FastLayer.several_tokens
 
     def noted(self: Any, prompt: Any, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
         seen.append(hidden.shape[1])
         return several_tokens(self, prompt, hidden, *args)
 
-    monkeypatch.setattr(decoder_layer.OneToken, "several_tokens", noted)
+    monkeypatch.setattr(fast_layer.FastLayer, "several_tokens", noted)
     return seen
 
 

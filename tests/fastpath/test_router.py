@@ -15,7 +15,7 @@ from transformers import OlmoeConfig, OlmoeForCausalLM, PreTrainedModel
 
 from smoe.bounds import INT8
 from smoe.fastpath import attention, decoder_layer, linear, norm, router
-from smoe.fastpath.decoder_layer import OneToken
+from smoe.fastpath.fast_layer import FastLayer
 from smoe.kernels.spinning_pool import SpinningPool
 from tests.fastpath.layers import MODELS, logits, model_of
 
@@ -25,7 +25,7 @@ OLMOE: tuple[type, type, dict[str, Any]] = (
 )  # fmt: skip
 
 
-def routed(model: PreTrainedModel, pool: SpinningPool) -> tuple[list[OneToken], int]:
+def routed(model: PreTrainedModel, pool: SpinningPool) -> tuple[list[FastLayer], int]:
     """The model's decoder layers, all parts sped up, and how many of its routers have a way of their own."""
     gates = {each: True for name, each in model.named_modules() if name.endswith("mlp.gate")}
     experts = {each for name, each in model.named_modules() if name.endswith("mlp.experts")}

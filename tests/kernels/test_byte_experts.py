@@ -16,7 +16,7 @@ import torch
 from smoe.bounds import BF16, INT8
 from smoe.formats.registry import FORMATS
 from smoe.kernels import tasks
-from smoe.kernels.byte_experts import ByteExperts, Memory, Routed, functions_of_all
+from smoe.kernels.byte_experts import ByteExperts, RoutedRows, RowMemory, functions_of_all
 from smoe.kernels.expert_work import Expert, ExpertWork
 from smoe.kernels.experts import TokenExperts
 from smoe.kernels.isa import widest
@@ -57,8 +57,8 @@ def test_the_tasks_are_those_made_one_by_one(kernel: TokenExperts, counts: Seque
     assert functions is not None
     tokens = np.concatenate([np.random.default_rng(n).permutation(TOKENS)[:count] for n, count in enumerate(counts)])
     gains = np.ones(len(tokens), np.float32)
-    memory = Memory({each.layout: (n + 1) << 40 for n, each in enumerate(functions)}, 1 << 44, 1 << 45)
-    ours = ByteExperts(kernel, experts, functions, Routed(np.array(counts), tokens, gains), memory)
+    memory = RowMemory({each.layout: (n + 1) << 40 for n, each in enumerate(functions)}, 1 << 44, 1 << 45)
+    ours = ByteExperts(kernel, experts, functions, RoutedRows(np.array(counts), tokens, gains), memory)
     chosen = _whole(experts, counts, tokens)
     theirs = ExpertWork(kernel, 0, memory.outputs, chosen)
     theirs.take_byte_rows(memory.byte_rows, len(tokens))

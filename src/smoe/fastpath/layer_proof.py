@@ -3,18 +3,16 @@ write the same keys and values (`decoder_layer.py`, `prompt_layer.py`)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from smoe.fastpath.fast_layer import FastLayer
+from smoe.fastpath.prompt_layer import PromptLayer
 from smoe.kernels.proof import same_bits
 from smoe.models.kv_cache import RowCache
-
-if TYPE_CHECKING:
-    from smoe.fastpath.decoder_layer import OneToken
-    from smoe.fastpath.prompt_layer import PromptLayer
 
 PROOF_POSITIONS = 5
 """The number of positions in the KV cache before a token that is compared, and that of the tokens of a prompt."""
@@ -28,7 +26,7 @@ class Embeddings(NamedTuple):
     sin: torch.Tensor
 
 
-def agrees(model: PreTrainedModel, layer: nn.Module, ours: OneToken, embeddings: Embeddings) -> bool:
+def agrees(model: PreTrainedModel, layer: nn.Module, ours: FastLayer, embeddings: Embeddings) -> bool:
     """Return whether our method and transformers' compute the same bits in a decoder layer, and write the same keys and
     values."""
     generator = torch.Generator().manual_seed(0)
@@ -54,7 +52,7 @@ def agrees(model: PreTrainedModel, layer: nn.Module, ours: OneToken, embeddings:
 
 
 def agrees_on_prompts(
-    model: PreTrainedModel, layer: nn.Module, ours: OneToken, prompt: PromptLayer, embeddings: Embeddings
+    model: PreTrainedModel, layer: nn.Module, ours: FastLayer, prompt: PromptLayer, embeddings: Embeddings
 ) -> bool:
     """Return whether `prompt` and transformers' function compute the same bits for a text, and for its continuation, in
     a decoder layer, and write the same keys and values."""
@@ -89,7 +87,7 @@ def agrees_on_prompts(
         modules[ours.mlp] = mlp
 
 
-def _agrees_on(ours: OneToken, stub: _Stub, cache: RowCache, hidden: torch.Tensor, embeddings: torch.Tensor) -> bool:
+def _agrees_on(ours: FastLayer, stub: _Stub, cache: RowCache, hidden: torch.Tensor, embeddings: torch.Tensor) -> bool:
     """Return whether our method and transformers' compute the same bits for one token `hidden`. `embeddings` [2, 1, 1,
     rotary size]: cosines and sines."""
     cos, sin = embeddings

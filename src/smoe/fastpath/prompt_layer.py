@@ -8,7 +8,7 @@
 
 transformers computes the heads by some twenty operations on whole tensors: 0.4 ms of the 8 ms that a layer takes for 16
 tokens (docs/log/kernels.md). Everything else are the modules' own functions. So the bits are the same, which
-`decoder_layer.py` tests.
+`layer_proof.py` tests.
 """
 
 from __future__ import annotations

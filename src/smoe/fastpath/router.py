@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from smoe.fastpath.decoder_layer import OneToken, RoutedBlock
+from smoe.fastpath.fast_layer import FastLayer, RoutedBlock
 from smoe.fastpath.linear import RouterWeight, row_by_row
 from smoe.kernels.matrix import Matrix
 from smoe.kernels.spinning_pool import Product, SpinningPool
@@ -38,7 +38,7 @@ Forward = Callable[..., Any]
 def speed_up(
     pool: SpinningPool,
     routers: Iterable[nn.Module],
-    layers: Iterable[OneToken],
+    layers: Iterable[FastLayer],
     experts: Collection[nn.Module],
     verdicts: Verdicts | None = None,
 ) -> Collection[nn.Module]:

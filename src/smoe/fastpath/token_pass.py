@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from smoe.fastpath.decoder_layer import OneToken, RowExperts, hooks_of
+from smoe.fastpath.fast_layer import FastLayer, RowExperts, hooks_of
 from smoe.kernels.proof import same_bits
 from smoe.kernels.verdicts import Verdicts
 from smoe.models.kv_cache import RowCache
@@ -44,7 +44,7 @@ def none_resident() -> None:
 
 def speed_up(
     model: PreTrainedModel,
-    layers: Mapping[nn.Module, OneToken],
+    layers: Mapping[nn.Module, FastLayer],
     resident_layers: ResidentLayers = none_resident,
     verdicts: Verdicts | None = None,
 ) -> bool:
@@ -74,7 +74,7 @@ def speed_up(
     return True
 
 
-def _is_text(module: nn.Module, layers: Mapping[nn.Module, OneToken]) -> bool:
+def _is_text(module: nn.Module, layers: Mapping[nn.Module, FastLayer]) -> bool:
     """Return whether a module consists of an embedding, the decoder layers `layers`, a norm and a rotary embedding, and
     nothing else."""
     names = dict(module.named_children())
@@ -93,7 +93,7 @@ class TokenPass:
         model: PreTrainedModel,
         text: nn.Module,
         head: nn.Module,
-        layers: Sequence[OneToken],
+        layers: Sequence[FastLayer],
         resident_layers: ResidentLayers,
     ) -> None:
         self.library: Callable[..., Any] = model.forward

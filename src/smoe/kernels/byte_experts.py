@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Words = npt.NDArray[np.int64]
 
 
-class Routed(NamedTuple):
+class RoutedRows(NamedTuple):
     """The tokens of some experts, expert after expert."""
 
     counts: Words
@@ -46,7 +46,7 @@ class Routed(NamedTuple):
     """The routing weight of every row."""
 
 
-class Memory(NamedTuple):
+class RowMemory(NamedTuple):
     """Addresses of rows."""
 
     byte_rows: Mapping[Layout, int]
@@ -76,8 +76,8 @@ class ByteExperts:
         shape: TokenExperts,
         experts: Sequence[Sequence[Matrix]],
         functions: Sequence[ByteFunctions],
-        routed: Routed,
-        memory: Memory,
+        routed: RoutedRows,
+        memory: RowMemory,
     ) -> None:
         """`experts`: for each expert its matrices. `functions`: their functions (`functions_of_all`)."""
         self._shape, self._experts, self._functions = shape, experts, functions

@@ -21,7 +21,7 @@ import torch
 
 from smoe.bounds import INT8
 from smoe.kernels import tasks
-from smoe.kernels.byte_experts import ByteExperts, Memory, Routed, functions_of_all
+from smoe.kernels.byte_experts import ByteExperts, RoutedRows, RowMemory, functions_of_all
 from smoe.kernels.byte_layout import Layout
 from smoe.kernels.expert_work import Expert, ExpertWork, byte_functions, has_bf16, packed_rows_bytes
 from smoe.kernels.experts import MOST_EXPERTS, TokenExperts
@@ -111,8 +111,8 @@ class PromptExperts:
         if functions is None:
             self._compute_each(chosen, rows, gains)
             return
-        memory = Memory(self._byte_addresses, rows.data_ptr(), self.total.data_ptr())
-        ByteExperts(self._kernel, experts, functions, Routed(counts, tokens, gains), memory).run()
+        memory = RowMemory(self._byte_addresses, rows.data_ptr(), self.total.data_ptr())
+        ByteExperts(self._kernel, experts, functions, RoutedRows(counts, tokens, gains), memory).run()
 
     def _compute_each(self, chosen: Sequence[Chosen], rows: torch.Tensor, gains: npt.NDArray[np.float32]) -> None:
         """Compute experts of any formats, some of which other compute units have computed. `rows` [n, H] receives their

@@ -29,7 +29,7 @@ from smoe.compute.thread_pool import ThreadPool
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.fastpath import attention, convolution, decoder_layer, delta_rule, linear, norm, router
-from smoe.fastpath.decoder_layer import OneToken
+from smoe.fastpath.fast_layer import FastLayer
 from smoe.kernels.experts import TokenExperts
 from smoe.kernels.isa import widest
 from smoe.kernels.spinning_pool import OWN_ORDER_GAIN, SpinningPool, is_supported
@@ -58,7 +58,7 @@ class ChosenArithmetic(NamedTuple):
     """Whether torch has almost nothing left to compute for one token."""
     leaves_little_of_prompts: bool = False
     """Whether torch has almost nothing left to compute for a prompt either."""
-    layers: Mapping[nn.Module, OneToken] = {}
+    layers: Mapping[nn.Module, FastLayer] = {}
     """The decoder layers that our kernels compute for one token."""
 
 

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 
 from smoe.expert import EXACT
-from smoe.fastpath.decoder_layer import OneToken
+from smoe.fastpath.fast_layer import FastLayer
 from smoe.kernels.experts import PreparedToken, TokenExperts
 from smoe.kernels.token_router import TokenRouter
 from smoe.runtime.engine import Engine
 from smoe.runtime.execute import LayerExecutor
 
 
-def resident_experts(engine: Engine, layers: Sequence[OneToken]) -> ResidentExperts | None:
+def resident_experts(engine: Engine, layers: Sequence[FastLayer]) -> ResidentExperts | None:
     """Return the experts of all layers, for decode steps of one token that compute experts without a plan. Return None
     if a router of the decoder `layers` is not part of its layer's kernel call."""
     routed = {layer.index: layer.routed for layer in layers if layer.routed is not None}
