@@ -30,7 +30,7 @@ HIDDEN, INNER, TOKENS, LIST = 512, 256, 700, 8
 
 @pytest.fixture
 def kernel() -> Iterator[TokenExperts]:
-    with SpinningPool(2) as pool:
+    with SpinningPool(2, in_own_order=True) as pool:
         yield TokenExperts(pool, HIDDEN, INNER, torch.zeros(1 << 16, dtype=torch.bfloat16))
 
 
