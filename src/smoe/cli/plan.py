@@ -76,7 +76,7 @@ def command(engine: MachineOptions, model: Model = "demo", json: Json = False, d
     from smoe.cli.console import doing, note, print_json
 
     config = engine.config()
-    with doing("simulating runs"), collection_paused():  # what it makes stays in use until the process ends
+    with doing("simulating runs"), collection_paused():  # all objects stay in use until the process ends
         from smoe.report.forecast import forecast
 
         result = forecast(model, config, engine.revision)

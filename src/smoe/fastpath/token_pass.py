@@ -1,6 +1,6 @@
 """Computes one token through a whole model: embedding, decoder layers, last norm and output layer, one after the other.
 
-If our kernels compute every decoder layer for one token (`decoder_layer.py`), transformers' forward function of the
+If our kernels compute every decoder layer for one token (`fast_layer.py`), transformers' forward function of the
 model only adds positions, masks that hide nothing, and some twenty calls. So it is replaced for one token. The
 replacement is tested with stubs for the layers: the first layer must receive the same bits as before, and the logits
 must be equal. transformers computes all other calls.

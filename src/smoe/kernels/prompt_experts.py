@@ -29,17 +29,16 @@ from smoe.kernels.many_rows import LINE, MOST_MANY_ROWS, aligned
 from smoe.kernels.matrix import Matrix, added_rows
 from smoe.kernels.quantised_work import ROWS_OF_UNIT
 
-MOST_ROWS_OF_WORK, LARGE_ROW_BYTES = 1024, 4096
-"""The largest number of rows in a job, unless a single expert has more: a prompt of 128 tokens is then one or two jobs
-a layer. Rows of more bytes have half as many."""
+MOST_ROWS_OF_WORK = 512
+"""The largest number of rows in a job (2 MB if H is 2048), unless a single expert has more."""
 MOST_PACKED_ROWS_OF_WORK = MOST_MANY_ROWS // 2
 """The same for experts whose rows are packed. Rows that fill up registers at most double their number, so that packed
 rows take the memory of at most `MOST_MANY_ROWS` rows."""
 
 
 class Chosen(NamedTuple):
-    """An expert that tokens of a prompt have chosen: its matrices, the tokens that are routed to it, and their routing
-    weights."""
+    """An expert that n tokens of a prompt have chosen: its matrices, the indices of the tokens [n], and their routing
+    weights [n]."""
 
     matrices: Sequence[Matrix]
     tokens: npt.NDArray[np.int64]
@@ -74,7 +73,7 @@ class PromptExperts:
         """Memory for packed rows of one job."""
         has_packed = kernel.pool.many is not None and not kernel.pool.rows_are_alone
         self._many = kernel.pool.many if has_packed else None
-        self._most_rows = MOST_ROWS_OF_WORK if 2 * x.shape[1] <= LARGE_ROW_BYTES else MOST_ROWS_OF_WORK // 2
+        self._most_rows = MOST_ROWS_OF_WORK
 
     def has_room(self, tokens: int) -> bool:
         """Return whether an expert with `tokens` tokens can be added before the next `flush`."""
@@ -103,7 +102,8 @@ class PromptExperts:
 
     def _compute(self, chosen: Sequence[Chosen]) -> None:
         counts = np.array([len(each.tokens) for each in chosen])
-        tokens, gains = (np.concatenate([each[n] for each in chosen]) for n in (1, 2))
+        tokens = np.concatenate([each.tokens for each in chosen])
+        gains = np.concatenate([each.gains for each in chosen])
         rows = self._x.new_empty(len(tokens), self._x.shape[1])
         experts = [each.matrices for each in chosen]
         functions = functions_of_all(experts)

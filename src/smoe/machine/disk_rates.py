@@ -26,7 +26,7 @@ _LEAST_BUFFERS_BYTES = 64 * 2**20
 pages have 2 MiB."""
 
 _MOST_RATE = 16 * 10**9
-"""The rate of the fastest disk, in bytes per second: in a limited time, no more needs to be read."""
+"""A rate that no disk exceeds, in bytes per second. It limits how many reads are listed for a measurement."""
 
 
 def measure_disk(folder: Path, request_bytes: int, seconds: float, file_bytes: int) -> tuple[float, bool]:

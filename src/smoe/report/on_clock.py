@@ -189,7 +189,7 @@ def _begin(scene: Scene, habits: Habits) -> _Begun:
 
 def _read_ahead(following: Sequence[Routing]) -> list[Prediction]:
     """Return the predictions of the experts that layers of a prompt choose, whose routings are `following`. The engine
-    predicts the next layer's by its router, which for a prompt finds nearly all."""
+    predicts the next layer's experts by its router, which for a prompt finds nearly all of them."""
     return [Prediction(each.layer, sorted(set(chain.from_iterable(each.top_k_index)))) for each in following]
 
 

@@ -375,8 +375,8 @@ class _HandedOver:
 def _routed(
     serves: Sequence[Serve], top_k_weights: torch.Tensor
 ) -> tuple[list[npt.NDArray[np.int64]], list[npt.NDArray[np.float32]]]:
-    """Return the tokens of each expert task's routes, and their routing weights, for top_k_weights [T, K] on the
-    CPU."""
+    """Return, for each expert task, the tokens of its n routes [n] and their routing weights [n], for top_k_weights
+    [T, K] on the CPU."""
     routes = np.fromiter(chain.from_iterable([serve.routes for serve in serves]), np.int64)
     ends = list(accumulate([len(serve.routes) for serve in serves], initial=0))
     tokens, gains = routes // top_k_weights.shape[1], top_k_weights.detach().float().flatten().numpy()[routes]

@@ -134,6 +134,7 @@ def _routing(layer: int, phase: Phase, experts: int, rows: Sequence[tuple[list[i
     scored = [(row, of_row) for row, of_row in rows if of_row is not None]
     if not scored:
         return routing
+    assert len(scored) == len(rows), "all tokens of a step have scores, or none"
     weights = scaled([of_row[row].tolist() for row, of_row in scored])
     with_scores = range(len(rows)) if phase is Phase.DECODE else last_rows(routing)
     return routing._replace(scores=[scored[row][1].tolist() for row in with_scores], weights=weights)

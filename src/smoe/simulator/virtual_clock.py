@@ -7,9 +7,9 @@ The engine's own plans, including prefetches, are executed without hardware, in 
     the CPU   | compute c .... |
     device    | layer | decide | residents | look ahead | wait | a | wait | b | c |
 
-The link performs one load after the other, those for which a layer waits first. A load that has begun is not
-interrupted. Link and CPU do not slow each other down. The trace's later routing stays as recorded, even if experts are
-substituted.
+The link performs one load after the other: the prefetch for which a thread waits, then loads of the layer, then other
+prefetches. A load that has begun is not interrupted. Link and CPU do not slow each other down. The trace's later
+routing stays as recorded, even if experts are substituted.
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ class VirtualClock:
 
     def _drop_stale(self, routing: Routing) -> None:
         wanted, stale = self._progress.look_through(routing)
-        self.result.prefetches_used += len(wanted)
+        self.result.prefetches_used += len(wanted) if routing.phase is Phase.DECODE else 0
         for key in stale:
             if key in self._table.ready:
                 self._table.release(key)

@@ -30,7 +30,7 @@ class Ranked(Eviction):
 
     @abstractmethod
     def _values(self) -> np.ndarray:
-        """Return [L, E], the present value of every expert, without changing anything."""
+        """Return the present value of every expert, float64 [L, E], without changing anything."""
 
     def insert(self, key: ExpertKey) -> None:
         self._fit(key[0], key[1] + 1)
@@ -83,8 +83,8 @@ def lowest_residents(
 
 
 def lowest(values: np.ndarray, among: np.ndarray, count: int) -> np.ndarray:
-    """Return the indices of the `count` lowest elements of `values` among those for which `among` is true, ascending by
-    value, then by index."""
+    """Return the indices of the `count` lowest elements of `values`, float64, among those for which `among` is true,
+    ascending by value, then by index."""
     places = among.nonzero()[0]
     few = _lowest_few(values.take(places), count) if count <= min(_FEW, len(places)) else None
     if few is not None:
