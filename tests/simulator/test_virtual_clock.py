@@ -113,6 +113,7 @@ def test_a_prompt_reads_its_next_layer_while_this_one_is_computed(ahead: bool) -
     computing, first = LAYER + 2 * 8 * EXPERT, load
     waits = 1 if ahead else LAYERS
     assert clock.result.prefill_seconds == pytest.approx(LAYERS * computing + waits * first)
+    assert clock.result.prefetches == clock.result.prefetches_used == 0, "they count decode steps only"
 
 
 def test_a_prompt_reads_no_further_ahead_than_staging_slots_allow() -> None:
