@@ -1,4 +1,4 @@
-"""The tasks of a prompt's experts as arrays, compared with those that `ExpertWork` makes one by one.
+"""The tasks of a prompt's experts by machine code, compared with those that `ExpertWork` makes one by one.
 
 Would catch: a wrong address, row or unit number, experts that wait for another's products, units of another size, a
 format's functions used for the matrices of another format, experts of different formats taken for alike.
@@ -16,7 +16,7 @@ import torch
 from smoe.bounds import BF16, INT8
 from smoe.formats.registry import FORMATS
 from smoe.kernels import tasks
-from smoe.kernels.byte_experts import ByteExperts, RoutedRows, RowMemory, functions_of_all
+from smoe.kernels.byte_experts import ByteExperts, RoutedRows, RowMemory, addresses_of, form_of_all
 from smoe.kernels.expert_work import Expert, ExpertWork
 from smoe.kernels.experts import TokenExperts
 from smoe.kernels.isa import widest
@@ -53,12 +53,14 @@ def rows_in(address: int) -> list[int]:
 @pytest.mark.parametrize("counts", [(1,), (4, 1, 3), (9,), (1, 7, 40, 4, 600, 12)], ids=str)
 def test_the_tasks_are_those_made_one_by_one(kernel: TokenExperts, counts: Sequence[int], parts: int) -> None:
     experts = [matrices(n, parts=parts) for n in range(len(counts))]
-    functions = functions_of_all(experts)
-    assert functions is not None
+    form = form_of_all(experts)
+    assert form is not None
     tokens = np.concatenate([np.random.default_rng(n).permutation(TOKENS)[:count] for n, count in enumerate(counts)])
     gains = np.ones(len(tokens), np.float32)
-    memory = RowMemory({each.layout: (n + 1) << 40 for n, each in enumerate(functions)}, 1 << 44, 1 << 45)
-    ours = ByteExperts(kernel, experts, functions, RoutedRows(np.array(counts), tokens, gains), memory)
+    layouts = {each.functions.layout: (n + 1) << 40 for n, each in enumerate(form)}
+    memory = RowMemory(layouts, 1 << 44, 1 << 45)
+    routed = RoutedRows(np.array(counts), tokens, gains)
+    ours = ByteExperts(kernel, form, addresses_of(experts), routed, memory)
     chosen = _whole(experts, counts, tokens)
     theirs = ExpertWork(kernel, 0, memory.outputs, chosen)
     theirs.take_byte_rows(memory.byte_rows, len(tokens))
@@ -68,7 +70,7 @@ def test_the_tasks_are_those_made_one_by_one(kernel: TokenExperts, counts: Seque
     theirs.add_rows(added_rows(INT8), gains.ctypes.data, totals)
     found, wanted = ours.fields, np.array(theirs.fields).reshape(-1, tasks.FIELDS)
     assert ours.units == theirs.units and found.shape == wanted.shape
-    gated = {each.gated_rows for each in functions}
+    gated = {each.functions.gated_rows for each in form}
     is_list = ~np.isin(wanted[:, 7], list(gated))
     assert (found[:, :LIST] == wanted[:, :LIST]).all() and (found[:, LIST + 1 :] == wanted[:, LIST + 1 :]).all()
     assert (found[~is_list] == wanted[~is_list]).all()
@@ -85,14 +87,14 @@ def _whole(experts: Sequence[Sequence[Matrix]], counts: Sequence[int], tokens: n
 
 
 def test_only_experts_of_one_format_are_alike() -> None:
-    assert functions_of_all([matrices(0), matrices(1)]) is not None
-    assert functions_of_all([matrices(0), matrices(1, form="Q8_0")]) is None
-    assert functions_of_all([matrices(0), matrices(1, down="Q8_0")]) is None
-    assert functions_of_all([matrices(0), matrices(1, parts=1)]) is None
-    assert functions_of_all([(), matrices(1)]) is None and functions_of_all([matrices(0), ()]) is None
+    assert form_of_all([matrices(0), matrices(1)]) is not None
+    assert form_of_all([matrices(0), matrices(1, form="Q8_0")]) is None
+    assert form_of_all([matrices(0), matrices(1, down="Q8_0")]) is None
+    assert form_of_all([matrices(0), matrices(1, parts=1)]) is None
+    assert form_of_all([(), matrices(1)]) is None and form_of_all([matrices(0), ()]) is None
 
 
 def test_rows_in_bf16_are_not_of_this_kind() -> None:
     whole = [each._replace(products=products_of(FORMATS["Q4_K"], BF16)) for each in matrices(0)]
-    assert functions_of_all([whole]) is None
-    assert functions_of_all([[each._replace(products=None) for each in whole]]) is None
+    assert form_of_all([whole]) is None
+    assert form_of_all([[each._replace(products=None) for each in whole]]) is None

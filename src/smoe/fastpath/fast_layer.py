@@ -51,6 +51,12 @@ class RoutedBlock(NamedTuple):
 RowExperts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """A function (residual, experts' input), both [1, 1, H], that returns the layer's output [1, 1, H], computed with the
 experts that the layer's router has just chosen."""
+ResidentMlp = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""A function (residual, router's and experts' input), both [1, T, H], that returns the layer's output [1, T, H]."""
+
+
+def _none_resident() -> None:
+    return None
 
 
 class FastLayer:
@@ -76,10 +82,16 @@ class FastLayer:
         self._hooks_before: list[Mapping[int, Any]] = []
         """The hooks that may change, in place, the row that the router takes."""
         self._prompt: PromptLayer | None = None
+        self._residents: Callable[[], ResidentMlp | None] = _none_resident
 
     def read_prompts_by(self, prompt: PromptLayer) -> None:
         """Compute several tokens of one text by `prompt` from now on."""
         self._prompt = prompt
+
+    def compute_residents_by(self, find: Callable[[], ResidentMlp | None]) -> None:
+        """Compute the router and the experts of several tokens by the function that `find` returns, from now on. `find`
+        is called in every pass; it returns None if the layer's mlp must compute them."""
+        self._residents = find
 
     @property
     def block(self) -> nn.Module:
@@ -162,6 +174,9 @@ class FastLayer:
         """Return the layer's output [1, T, H] for several tokens `hidden` [1, T, H]. `place`: where the keys and values
         of the first one are written."""
         after, normed = prompt(hidden, embeddings, place)
+        experts = self._residents() if self.may_skip_block() else None
+        if experts is not None:
+            return experts(after, normed)
         output = self.block(normed)
         given: torch.Tensor = output[0] if isinstance(output, tuple) else output
         return after + given

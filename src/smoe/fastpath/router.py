@@ -26,6 +26,8 @@ from smoe.kernels.token_router import Routed, TokenRouter
 from smoe.kernels.verdicts import Verdicts
 
 _PROOF_ROWS = 32
+_SEVERAL = 3
+"""The number of tokens in the test of a block with several tokens."""
 _ROUNDING = 2.0**-7
 """The largest relative difference of two numbers that round to neighbours in bf16."""
 
@@ -166,6 +168,11 @@ def _agree(ours: Routed, theirs: Routed) -> bool:
 def _is_plain(block: nn.Module, router: nn.Module, experts: nn.Module, hidden: int) -> bool:
     """Return whether a block only passes its input to the router and the experts, and returns the experts' output
     unchanged."""
+    return all(_passes_on(block, router, experts, (1, tokens, hidden)) for tokens in (1, _SEVERAL))
+
+
+def _passes_on(block: nn.Module, router: nn.Module, experts: nn.Module, shape: tuple[int, ...]) -> bool:
+    """Return whether a block does so with hidden states of one shape."""
     seen: list[tuple[torch.Tensor, ...]] = []
 
     class Stub(nn.Module):
@@ -174,7 +181,7 @@ def _is_plain(block: nn.Module, router: nn.Module, experts: nn.Module, hidden: i
             return given[0].flip(-1)
 
     name = next(name for name, child in block._modules.items() if child is experts)
-    x = torch.randn(1, 1, hidden, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     block._modules[name] = Stub()
     try:
         with torch.no_grad():

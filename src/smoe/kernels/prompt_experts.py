@@ -20,14 +20,12 @@ import numpy.typing as npt
 import torch
 
 from smoe.bounds import INT8
-from smoe.kernels import tasks
-from smoe.kernels.byte_experts import ByteExperts, RoutedRows, RowMemory, functions_of_all
+from smoe.kernels.byte_experts import ByteExperts, RoutedRows, RowMemory, addresses_of, form_of_all, rounded_rows
 from smoe.kernels.byte_layout import Layout
 from smoe.kernels.expert_work import Expert, ExpertWork, byte_functions, has_bf16, packed_rows_bytes
 from smoe.kernels.experts import MOST_EXPERTS, TokenExperts
 from smoe.kernels.many_rows import LINE, MOST_MANY_ROWS, aligned
 from smoe.kernels.matrix import Matrix, added_rows
-from smoe.kernels.quantised_work import ROWS_OF_UNIT
 
 MOST_ROWS_OF_WORK = 512
 """The largest number of rows in a job (2 MB if H is 2048), unless a single expert has more."""
@@ -106,13 +104,14 @@ class PromptExperts:
         gains = np.concatenate([each.gains for each in chosen])
         rows = self._x.new_empty(len(tokens), self._x.shape[1])
         experts = [each.matrices for each in chosen]
-        functions = functions_of_all(experts)
+        form = form_of_all(experts)
         self._make_byte_rows(experts)
-        if functions is None:
+        if form is None:
             self._compute_each(chosen, rows, gains)
             return
         memory = RowMemory(self._byte_addresses, rows.data_ptr(), self.total.data_ptr())
-        ByteExperts(self._kernel, experts, functions, RoutedRows(counts, tokens, gains), memory).run()
+        routed = RoutedRows(counts, tokens, gains)
+        ByteExperts(self._kernel, form, addresses_of(experts), routed, memory).run()
 
     def _compute_each(self, chosen: Sequence[Chosen], rows: torch.Tensor, gains: npt.NDArray[np.float32]) -> None:
         """Compute experts of any formats, some of which other compute units have computed. `rows` [n, H] receives their
@@ -154,12 +153,6 @@ class PromptExperts:
     def _make_byte_rows(self, experts: Sequence[Sequence[Matrix]]) -> None:
         """Round the tokens to 8 bits, in every layout that the matrices of `experts` need and for which no rounded
         tokens exist yet."""
-        pool, (tokens, hidden) = self._kernel.pool, self._x.shape
         for functions in {each for matrices in experts for each in byte_functions(matrices[:-1])}:
-            if functions.layout in self._byte_rows:
-                continue
-            made = torch.empty(tokens, functions.layout.nbytes(hidden), dtype=torch.uint8)
-            fields = [0, tokens, ROWS_OF_UNIT, tasks.FORMAT, pool.at_once, 0, pool.nowhere, functions.rows]
-            fields += [self._x.data_ptr(), 0, made.data_ptr(), hidden, 0]
-            pool.run(fields, -(-tokens // ROWS_OF_UNIT), is_long=tokens > ROWS_OF_UNIT)
-            self._byte_rows[functions.layout] = made
+            if functions.layout not in self._byte_rows:
+                self._byte_rows[functions.layout] = rounded_rows(self._kernel.pool, self._x, functions)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from transformers import PreTrainedModel
@@ -199,10 +200,13 @@ def _others(
 
 def _speed_up_tokens(parts: EngineParts, engine: Engine) -> None:
     """Make our kernels compute single tokens through the whole model, if they can. If all experts fit into the slots,
-    such tokens need no plans."""
+    the tokens of one text need no plans."""
     layers, residents = parts.arithmetic.layers, None
     if _fits_whole(engine.config, engine.ledger, parts.pacing):
         residents = resident_experts(engine, list(layers.values()))
+    if residents is not None:
+        for layer in layers.values():
+            layer.compute_residents_by(partial(residents.of_prompt, layer.index))
     resident_layers = token_pass.none_resident if residents is None else residents.layers
     token_pass.speed_up(parts.model, layers, resident_layers, parts.proofs.verdicts)
 

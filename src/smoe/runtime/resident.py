@@ -1,8 +1,9 @@
-"""Computes the experts of one token without a plan, while all experts of the model are in cache slots. Then no expert
+"""Computes the experts of one text without a plan, while all experts of the model are in cache slots. Then no expert
 can be missing, loaded or evicted.
 
-A layer's router is then part of the attention's kernel call and fills in the addresses of the experts that it chooses
-(`kernels/token_router.py`), so Python only starts the computation. Steps that something observes or changes (observers,
+For one token, a layer's router is then part of the attention's kernel call and fills in the addresses of the experts
+that it chooses (`kernels/token_router.py`), so Python only starts the computation. For the tokens of a prompt, the
+experts' addresses are in a table (`kernels/resident_prompt.py`). Steps that something observes or changes (observers,
 substitution, other units) are executed by plans (`execute.py`). Predictors observe nothing here, because nothing is
 prefetched.
 """
@@ -15,35 +16,43 @@ import numpy as np
 import torch
 
 from smoe.expert import EXACT
-from smoe.fastpath.fast_layer import FastLayer
+from smoe.fastpath.fast_layer import FastLayer, ResidentMlp, RoutedBlock
 from smoe.kernels.experts import PreparedToken, TokenExperts
-from smoe.kernels.token_router import TokenRouter
+from smoe.kernels.resident_prompt import ResidentPrompt
 from smoe.runtime.engine import Engine
 from smoe.runtime.execute import LayerExecutor
 
 
 def resident_experts(engine: Engine, layers: Sequence[FastLayer]) -> ResidentExperts | None:
-    """Return the experts of all layers, for decode steps of one token that compute experts without a plan. Return None
-    if a router of the decoder `layers` is not part of its layer's kernel call."""
+    """Return the experts of all layers, for passes over one text that compute experts without a plan. Return None if a
+    router of the decoder `layers` is not part of its layer's kernel call."""
     routed = {layer.index: layer.routed for layer in layers if layer.routed is not None}
     if len(routed) < len(layers) or engine.store.layers.keys() != routed.keys():
         return None
-    return ResidentExperts(engine, [(layer, of.router) for layer, of in sorted(routed.items())])
+    return ResidentExperts(engine, sorted(routed.items()))
 
 
 class ResidentExperts:
     """The experts of all layers, for computing them without plans while all of them are resident."""
 
-    def __init__(self, engine: Engine, routers: list[tuple[int, TokenRouter]]) -> None:
-        self._engine, self._routers = engine, routers
+    def __init__(self, engine: Engine, blocks: Sequence[tuple[int, RoutedBlock]]) -> None:
+        self._engine, self._blocks = engine, blocks
         self._experts = len(engine.store.keys())
+        self._place = {layer: n for n, (layer, _) in enumerate(blocks)}
         self._layers: list[_ResidentLayer] = []
         self._arrived = -1
         """The number of loads that had ended when `_layers` was made."""
 
-    def layers(self) -> list[_ResidentLayer] | None:
+    def of_prompt(self, layer: int) -> ResidentMlp | None:
+        """Return the function that computes several tokens of one text through a layer's router and experts. Return
+        None in the cases in which `layers` does, or if the experts of the layer are not multiplied with rows in 8
+        bits."""
+        layers = self.layers(is_prompt=True)
+        return None if layers is None else layers[self._place[layer]].of_prompt
+
+    def layers(self, is_prompt: bool = False) -> list[_ResidentLayer] | None:
         """Return the layers in their order. Return None while an expert is missing, or while an observer or a lossy
-        option is active."""
+        option is active. `is_prompt`: whether they will compute several tokens."""
         executor = self._engine.executor
         table = executor.table
         is_complete = len(table.ready) == self._experts and not table.inflight and not table.staged
@@ -51,30 +60,33 @@ class ResidentExperts:
             return None
         if table.arrived != self._arrived:
             self._layers, self._arrived = self._made(executor), table.arrived
-        if len(self._layers) != len(self._routers):
+        if len(self._layers) != len(self._blocks):
             return None
-        executor.compute.experts.adapt(False, False)
+        executor.compute.experts.adapt(False, is_prompt)
         return self._layers
 
     def _made(self, executor: LayerExecutor) -> list[_ResidentLayer]:
         """Return the layers whose experts the CPU kernels can compute directly; others are left out."""
         made = []
-        for layer, router in self._routers:
+        for layer, block in self._blocks:
             kernel = executor.compute.experts.token_kernels[layer]
             if kernel is not None:
-                made.append(_ResidentLayer(executor, layer, router, kernel))
+                made.append(_ResidentLayer(self._engine, layer, block, kernel))
         return made
 
 
 class _ResidentLayer:
     """The resident experts of one layer, and the prepared kernel call that computes the experts that the router has
-    chosen."""
+    chosen for one token."""
 
-    def __init__(self, executor: LayerExecutor, layer: int, router: TokenRouter, kernel: TokenExperts) -> None:
+    def __init__(self, engine: Engine, layer: int, block: RoutedBlock, kernel: TokenExperts) -> None:
+        executor = engine.executor
         ready, experts = executor.arrivals.ready, executor.arrivals.stores[EXACT].layers[layer].experts
         self._matrices = [ready((layer, expert, EXACT)).matrices for expert in range(experts)]
         self._addresses = np.array([[each.address for each in some] for some in self._matrices], np.int64)
-        self._executor, self._kernel, self._router = executor, kernel, router
+        self._engine, self._executor, self._kernel = engine, executor, kernel
+        self._gate, self._router = block.gate, block.router
+        self._prompt = ResidentPrompt.of(kernel, self._matrices)
         self._prepare()
 
     def _prepare(self) -> None:
@@ -97,6 +109,25 @@ class _ResidentLayer:
         counters.decode_uses += self._router.top_k
         counters.decode_hits += self._router.top_k
         return after + out
+
+    @property
+    def of_prompt(self) -> ResidentMlp | None:
+        """The function for several tokens; None if the experts are not multiplied with rows in 8 bits."""
+        return None if self._prompt is None else self._several
+
+    def _several(self, after: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        """Return after + experts(normed) for the experts that the router chooses; all tensors are [1, T, H]."""
+        assert self._prompt is not None
+        executor = self._executor
+        self._engine.passes.turns.check()  # a long prompt can be cancelled between two layers
+        hidden = normed.view(-1, normed.shape[-1])
+        _, weights, chosen = self._gate.forward(hidden)
+        counters, began = executor.counters, executor.now()
+        total, computed = self._prompt(hidden, chosen, weights)
+        counters.compute_seconds += executor.now() - began
+        counters.prefill_uses += computed
+        counters.prefill_hits += computed
+        return after + total.to(after.dtype).view_as(after)
 
 
 def _is_plain(executor: LayerExecutor) -> bool:
