@@ -32,7 +32,7 @@ from smoe.kernels.isa import widest
 from smoe.kernels.jit import Source, compile_functions
 from smoe.kernels.matrix import ByteFunctions, Matrix, added_rows
 from smoe.kernels.quantised_work import FEW_ROWS, LONE_UNIT, ROWS_OF_UNIT
-from smoe.kernels.spinning_pool import UNIT, SpinningPool
+from smoe.kernels.spinning_pool import UNIT, Job, SpinningPool
 
 if TYPE_CHECKING:
     from smoe.kernels.experts import TokenExperts
@@ -106,6 +106,19 @@ def rounded_rows(pool: SpinningPool, x: torch.Tensor, functions: ByteFunctions) 
     return made
 
 
+def reserve(shape: TokenExperts, form: ByteForm, rows: int) -> tuple[int, int]:
+    """Allocate the memory for `rows` rows between the products of one job. Jobs with fewer rows use the same memory.
+    Return the address of the rows after the gate, and the bytes of a row."""
+    shape.reserve(rows)
+    nbytes = form[-1].functions.layout.nbytes(shape.inner)
+    return shape.pool.byte_rows(rows * nbytes), nbytes
+
+
+def run_jobs(pool: SpinningPool, jobs: Sequence[ByteExperts]) -> None:
+    """Compute jobs one after the other on the threads of a pool. Their memory must have been reserved together."""
+    pool.run_all([each.job for each in jobs], any(each.is_long for each in jobs))
+
+
 class ByteExperts:
     """The tasks of one job: products, gates and weighted sums of some experts, and the memory to which they refer."""
 
@@ -116,9 +129,7 @@ class ByteExperts:
         self._shape, self._routed, self._addresses = shape, routed, addresses
         self._count, rows, matrices = len(routed.counts), len(routed.tokens), len(form)
         count, pool, gated_as = self._count, shape.pool, form[-1].functions
-        shape.reserve(rows)
-        gated_bytes = gated_as.layout.nbytes(shape.inner)
-        gated = pool.byte_rows(rows * gated_bytes)
+        gated, gated_bytes = reserve(shape, form, rows)
         few = routed.counts.max() <= FEW_ROWS
         size = pool.byte_unit(count * (2 * shape.inner + shape.hidden)) if few else UNIT if count > 1 else LONE_UNIT
         self.fields = np.empty((count * (matrices + 1) + 1, tasks.FIELDS), np.int64)
@@ -139,8 +150,17 @@ class ByteExperts:
 
     def run(self) -> None:
         """Compute the tasks on the threads of the pool."""
-        shape, fields, count = self._shape, self.fields, self._count
-        shape.pool.run_packed(fields.ctypes.data, fields.nbytes, self.units, shape.is_long(count), count)
+        run_jobs(self._shape.pool, [self])
+
+    @property
+    def job(self) -> Job:
+        """The tasks as an argument of the pool."""
+        return Job(self.fields.ctypes.data, self.fields.size, self.units, self._count)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether sleeping threads are woken for the job."""
+        return self._shape.is_long(self._count)
 
 
 def _words(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:

@@ -21,7 +21,9 @@ from smoe.kernels.byte_experts import (
     Words,
     addresses_of,
     form_of_all,
+    reserve,
     rounded_rows,
+    run_jobs,
 )
 from smoe.kernels.experts import MOST_EXPERTS, TokenExperts
 from smoe.kernels.matrix import Matrix
@@ -53,10 +55,13 @@ class ResidentPrompt:
         memory = RowMemory(byte_rows, outputs.data_ptr(), total.data_ptr())
         experts, routed = _by_expert(chosen, weights, len(self._addresses))
         addresses = self._addresses[experts]
+        reserve(self._kernel, self._form, len(outputs))
+        jobs = list[ByteExperts]()
         for some, rows in _jobs(routed.counts.tolist()):
             counts = routed.counts[some] if some.stop - some.start > 1 else np.array([rows.stop - rows.start])
             part = RoutedRows(counts, routed.tokens[rows], routed.gains[rows])
-            ByteExperts(self._kernel, self._form, addresses[some], part, memory).run()
+            jobs.append(ByteExperts(self._kernel, self._form, addresses[some], part, memory))
+        run_jobs(self._kernel.pool, jobs)
         return total, len(experts)
 
 

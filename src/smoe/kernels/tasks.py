@@ -50,11 +50,14 @@ WORDS = RANGES + 2 * MOST_RANGES + 1
 PIECE = 4096
 """The number of bytes that a helper prefetches before it looks for work again: 0.2 us."""
 PRODUCT, GATE, COMBINE, CALL, ROWS, FORMAT = 0, 1, 2, 3, 4, 5
+JOB = ("fields", "words", "units", "counts")
+"""The words of a job for `work_all`: the address of its tasks and their words, the number of their units, and that of
+the progress counters that are reset."""
 
 
 def source(has_bf16: bool, several: bool, family: str = FAMILY) -> str:
-    """Return the LLVM text of all functions. The exported ones are `work(block, units)`, `serve(block,
-    patience)` and, on aarch64, `ticks_a_second(at)`.
+    """Return the LLVM text of all functions. The exported ones are `work(block, units)`, `work_all(block, jobs,
+    count)`, `serve(block, patience)` and, on aarch64, `ticks_a_second(at)`.
 
     The task kinds PRODUCT and ROWS require `has_bf16`, which not every CPU supports. ROWS also requires `several`,
     because it takes as long to compile as everything else.

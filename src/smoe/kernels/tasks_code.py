@@ -13,7 +13,22 @@ from smoe.kernels.elementwise_code import add_combine, add_gate
 from smoe.kernels.isa import AVX512, NEON, Isa
 from smoe.kernels.kinds import BIT, BYTE, LONG, POINTER, WORD, Value
 from smoe.kernels.row_product_code import add_row_product, add_row_products
-from smoe.kernels.tasks import CALL, COMBINE, FIELDS, FINISHED, GATE, HEADER, OPEN, PIECE, PRODUCT, RANGES, ROWS, SPARE
+from smoe.kernels.tasks import (
+    CALL,
+    COMBINE,
+    FIELDS,
+    FINISHED,
+    GATE,
+    HEADER,
+    JOB,
+    OPEN,
+    PIECE,
+    PRODUCT,
+    PROGRESS,
+    RANGES,
+    ROWS,
+    SPARE,
+)
 
 _LINE = 64
 _STRIP = 32
@@ -35,7 +50,7 @@ def module_of(has_bf16: bool, several: bool, family: str) -> str:
     add_gate(module, isa)
     add_combine(module, isa)
     _add_unit(module, isa, has_bf16, several and has_bf16)
-    for function in (_add_take, _add_work, _add_fetch, _add_serve):
+    for function in (_add_take, _add_work, _add_work_all, _add_fetch, _add_serve):
         function(module, isa)
     if family == AARCH64:
         _add_ticks(module, isa)
@@ -198,6 +213,36 @@ def _add_work(module: ir.Module, isa: Isa) -> None:
     code.call("take", [block])
     _wait(code, finished, lambda so_far: build.icmp_signed("!=", so_far, units))
     code.publish(code.number(0), opened)
+    code.end()
+
+
+def _add_work_all(module: ir.Module, isa: Isa) -> None:
+    """Add the caller's function for several jobs, one after the other: it resets the counters of a job, copies its
+    tasks, and calls `work`."""
+    code = Code(module, isa, "work_all", ("*block", "*jobs", "count"))
+    block, jobs, count = code.arguments
+    zero = code.number(0)
+    progress, tasks_at = (code.element(block, LONG, index) for index in (PROGRESS, HEADER))
+
+    def job(n: Value, _: list[Value]) -> list[Value]:
+        at = code.element(jobs, LONG, code.build.mul(n, code.number(len(JOB))))
+        given = code.given(at, JOB)
+        fields = code.pointer(given["fields"])
+
+        def reset(i: Value, _: list[Value]) -> list[Value]:
+            code.store(zero, code.element(progress, LONG, i), 8)
+            return []
+
+        def copy(i: Value, _: list[Value]) -> list[Value]:
+            code.store(code.load(LONG, code.element(fields, LONG, i), 8), code.element(tasks_at, LONG, i), 8)
+            return []
+
+        code.loop(zero, given["counts"], 1, [], reset)
+        code.loop(zero, given["words"], 1, [], copy)
+        code.call("work", [block, given["units"]])
+        return []
+
+    code.loop(zero, count, 1, [], job)
     code.end()
 
 
