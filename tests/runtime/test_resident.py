@@ -1,4 +1,4 @@
-"""Tokens of a model whose experts are all in memory: no plan, and the bits, counts and errors of the usual way.
+"""Texts of a model whose experts are all in memory: no plan, and the bits, counts and errors of the usual way.
 
 Would catch an expert of another layer, an address that stays behind when an expert moves to another slot, an observer
 that sees nothing, a count that is left out.
@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from smoe.errors import GenerationCancelledError
 from smoe.runtime import resident
 from smoe.runtime.observer import StepObserver
 from tests import gguf_toy, oracle, promised
@@ -47,6 +48,20 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 @pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The number of tokens, for every layer that computed several without a plan."""
+    seen: list[int] = []
+    original = resident._ResidentLayer._several
+
+    def noted(self: Any, after: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        seen.append(after.shape[1])
+        return original(self, after, normed)
+
+    monkeypatch.setattr(resident._ResidentLayer, "_several", noted)
+    yield seen
+
+
+@pytest.fixture
 def model(path: Path, open_model: Open) -> PreTrainedModel:
     """All of its experts are in memory."""
     found = open_model(path, "full", kernels="auto", preload=None, context_tokens=256)
@@ -74,9 +89,57 @@ def test_bits_and_counts_are_those_of_the_usual_way(model: PreTrainedModel, pass
     assert counts["decode_uses"] == counts["decode_hits"] == NEW * layers * model.config.num_experts_per_tok
 
 
-def test_not_in_a_smaller_budget(path: Path, open_model: Open, passed: list[int]) -> None:
+def test_bits_and_counts_of_prompts_are_those_of_the_usual_way(model: PreTrainedModel, read: list[int]) -> None:
+    layers, prompt = model.config.num_hidden_layers, oracle.PROMPT.repeat(1, 3)
+
+    def logits() -> tuple[torch.Tensor, dict[str, float]]:
+        before = model.offload.stats()
+        with torch.no_grad():
+            first = model(prompt, use_cache=True)
+            found = model(prompt[:, :5], past_key_values=first.past_key_values, use_cache=True)
+        counts = asdict(model.offload.stats() - before)
+        return torch.cat([first.logits, found.logits], 1), {
+            name: value for name, value in counts.items() if "seconds" not in name
+        }
+
+    ours, counts = logits()
+    assert read == [prompt.shape[1]] * layers + [5] * layers
+    with model.offload.observed_by(StepObserver()):
+        theirs, wanted = logits()
+    assert len(read) == 2 * layers, "an observer sees every step"
+    assert torch.equal(ours, theirs) and counts == wanted and counts["prefill_uses"] == counts["prefill_hits"] > 0
+
+
+def test_a_prompt_can_be_cancelled_between_layers(model: PreTrainedModel, read: list[int]) -> None:
+    """Would catch a prompt that computes all layers after its request was cancelled."""
+    before = model.offload.passes.turns.check
+    calls = iter(range(100))
+
+    def check() -> None:
+        if next(calls) == 2:
+            model.offload.cancel()
+        before()
+
+    model.offload.passes.turns.check = check  # type: ignore[method-assign]
+    with pytest.raises(GenerationCancelledError):
+        model(oracle.PROMPT, use_cache=True)
+    assert len(read) == 2 < model.config.num_hidden_layers
+    del model.offload.passes.turns.check  # type: ignore[method-assign]
+    steps(model, oracle.PROMPT)
+
+
+def test_a_module_with_a_hook_is_called(model: PreTrainedModel, read: list[int]) -> None:
+    """Would catch hooks of routers, which scores and measurements need, that see no prompt."""
+    seen: list[int] = []
+    handle = model.model.layers[1].mlp.gate.register_forward_hook(lambda *_: seen.append(1))
+    model(oracle.PROMPT, use_cache=True)
+    handle.remove()
+    assert len(seen) == 1 and len(read) == model.config.num_hidden_layers - 1
+
+
+def test_not_in_a_smaller_budget(path: Path, open_model: Open, passed: list[int], read: list[int]) -> None:
     steps(open_model(path, "half", kernels="auto"), oracle.PROMPT)
-    assert not passed
+    assert not passed and not read
 
 
 def test_experts_that_move_are_found(model: PreTrainedModel, passed: list[int]) -> None:
