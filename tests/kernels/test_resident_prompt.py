@@ -7,6 +7,7 @@ rows left out where a job ends, memory of the first job that a larger one replac
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import torch
 from smoe.bounds import BF16, INT8
 from smoe.formats.registry import FORMATS
 from smoe.kernels import resident_prompt
+from smoe.kernels.byte_experts import ByteExperts
 from smoe.kernels.experts import MOST_EXPERTS, TokenExperts
 from smoe.kernels.isa import widest
 from smoe.kernels.matrix import Matrix, products_of
@@ -86,6 +88,24 @@ def test_the_sums_are_those_of_experts_that_arrive(
     total, computed = resident(x, chosen, weights)
     assert computed == len(chosen.unique()) and bool(total.isfinite().all())
     assert torch.equal(total, one_by_one(kernel, experts, x, chosen, weights))
+
+
+def test_all_jobs_use_the_same_memory(kernel: TokenExperts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch memory of the first job that the second one, which is larger, replaces before both are run."""
+    places, original = list[tuple[int, int]](), resident_prompt.ByteExperts
+
+    def made(*given: Any) -> ByteExperts:
+        job = original(*given)
+        places.append((kernel.wide_at, kernel.pool.byte_rows(1)))
+        return job
+
+    monkeypatch.setattr(resident_prompt, "ByteExperts", made)
+    chosen = torch.tensor([0] * 20 + [1] * (MOST_ROWS_OF_WORK - 5)).unsqueeze(1)
+    x, weights = torch.ones(len(chosen), HIDDEN).bfloat16(), torch.ones(len(chosen), 1).bfloat16()
+    resident = ResidentPrompt.of(kernel, Experts(2).matrices)
+    assert resident is not None
+    resident(x, chosen, weights)
+    assert len(places) == 2 and places[0] == places[1]
 
 
 @pytest.mark.parametrize("counts", [[1], [600], [500, 12, 1, 1300, 3], [1] * 300, [512, 512], [511, 2]], ids=str)

@@ -32,7 +32,7 @@ from smoe.kernels.isa import widest
 from smoe.kernels.jit import Source, compile_functions
 from smoe.kernels.matrix import ByteFunctions, Matrix, added_rows
 from smoe.kernels.quantised_work import FEW_ROWS, LONE_UNIT, ROWS_OF_UNIT
-from smoe.kernels.spinning_pool import UNIT, Job, SpinningPool
+from smoe.kernels.spinning_pool import UNIT, PoolJob, SpinningPool
 
 if TYPE_CHECKING:
     from smoe.kernels.experts import TokenExperts
@@ -153,9 +153,9 @@ class ByteExperts:
         run_jobs(self._shape.pool, [self])
 
     @property
-    def job(self) -> Job:
+    def job(self) -> PoolJob:
         """The tasks as an argument of the pool."""
-        return Job(self.fields.ctypes.data, self.fields.size, self.units, self._count)
+        return PoolJob(self.fields.ctypes.data, self.fields.size, self.units, self._count)
 
     @property
     def is_long(self) -> bool:

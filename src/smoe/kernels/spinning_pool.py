@@ -126,7 +126,7 @@ class RowLists:
         return self._address + 8 * place
 
 
-class Job(NamedTuple):
+class PoolJob(NamedTuple):
     """Tasks for `SpinningPool.run_all`, as machine code takes them (`tasks.JOB`)."""
 
     fields: int
@@ -357,7 +357,7 @@ class SpinningPool:
             self._wake()
         self._work(self._address, units)
 
-    def run_all(self, jobs: Sequence[Job], is_long: bool) -> None:
+    def run_all(self, jobs: Sequence[PoolJob], is_long: bool) -> None:
         """Run several jobs, one after the other, by one call of machine code. After a job, whose products have emptied
         the caches, the Python code that starts another takes 0.3 ms."""
         words = list[int]()
