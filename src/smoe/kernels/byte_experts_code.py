@@ -50,7 +50,7 @@ def module_of(isa: Isa) -> str:
     """Return the LLVM text of the function `make_byte_tasks(arguments)`."""
     module = ir.Module()
     code = Code(module, isa, NAME, ("*arguments",))
-    made = _Tasks(code)
+    made = _TasksCode(code)
     build, zero, given = code.build, code.number(0), made.given
     _, units = code.loop(zero, given["experts"], 1, [zero, zero], made.ups)
     _, units = code.loop(zero, given["experts"], 1, [zero, units], made.downs)
@@ -61,7 +61,7 @@ def module_of(isa: Isa) -> str:
     return text_of(module, isa.attributes)
 
 
-class _Tasks:
+class _TasksCode:
     """The parts of the function, as methods that add their code."""
 
     def __init__(self, code: Code) -> None:
