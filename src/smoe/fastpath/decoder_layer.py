@@ -79,10 +79,10 @@ def _speed_up_prompts(
 ) -> None:
     """Make a decoder layer compute several tokens of one text by our method, if our kernel computes their attention and
     the bits are those of transformers. `verdict`: returns the result of a test, which may be known."""
-    first, own, last = (layer.get_submodule(name) for name in (NORM, ATTENTION, LAST_NORM))
+    own = layer.get_submodule(ATTENTION)
     if attention.prompt_kernel_of(own) is None:
         return
-    prompt = PromptLayer(first, own, last, ours.work.parts, pool)
+    prompt = PromptLayer(own, ours.work.parts, pool)
     if verdict(partial(agrees_on_prompts, model, layer, ours, prompt, embeddings)):
         ours.read_prompts_by(prompt)
 

@@ -7,8 +7,7 @@
     y        = after + mlp(norm(after))        the mlp is transformers', with our experts
 
 transformers computes the heads by some twenty operations on whole tensors: 0.4 ms of the 8 ms that a layer takes for 16
-tokens (docs/log/kernels.md). Everything else are the modules' own functions. So the bits are the same, which
-`layer_proof.py` tests.
+tokens (docs/log/kernels.md). The bits are the same, which `layer_proof.py` tests.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from torch import nn
 
 from smoe.fastpath import attention
 from smoe.fastpath.prompt_attention import hides_the_future
+from smoe.kernels import residual
 from smoe.kernels.prompt_heads import PromptHeads
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.kernels.token_attention import Parts, Place
@@ -27,12 +27,11 @@ from smoe.models.kv_cache import Positioned, RowCache
 
 
 class PromptLayer:
-    """The attention and both norms of one decoder layer, computed for several tokens of one text."""
+    """The attention, the residual sum after it and both norms of one decoder layer, for several tokens of one text."""
 
-    def __init__(self, first: nn.Module, own: nn.Module, last: nn.Module, parts: Parts, pool: SpinningPool) -> None:
-        """`own`: the layer's attention module; `first` and `last`: the norms before and after it."""
-        self._first, self._own, self._last = first, own, last
-        self._parts = parts
+    def __init__(self, own: nn.Module, parts: Parts, pool: SpinningPool) -> None:
+        """`own`: the layer's attention module."""
+        self._own, self._parts, self._pool = own, parts, pool
         self._heads = PromptHeads(pool, parts)
         self._index: int = own.layer_idx  # type: ignore[assignment]
 
@@ -62,14 +61,14 @@ class PromptLayer:
         """Return the hidden states after attention, and their norm, both [1, T, H], for `hidden` [1, T, H]."""
         own, parts, kernel = self._own, self._parts, attention.prompt_kernel_of(self._own)
         assert kernel is not None, "place() has returned a place"
-        normed = self._first.forward(hidden)
+        normed = residual.normed(self._pool, hidden, parts.norm)
         rows = tuple(own.get_submodule(name).forward(normed) for name in ("q_proj", "k_proj", "v_proj"))
         query = self._heads(rows, *embeddings, place)
         keys, values, begin, end = place
         seen = slice(begin, end + hidden.shape[1])
         attended = kernel(query, keys[:, :, seen], values[:, :, seen], parts.scale)
-        after = hidden + own.get_submodule("o_proj").forward(attended.flatten(2))
-        return after, self._last.forward(after)
+        output = own.get_submodule("o_proj").forward(attended.flatten(2))
+        return residual.added_and_normed(self._pool, hidden, output, parts.last_norm)
 
 
 def _are_rows(x: object) -> bool:

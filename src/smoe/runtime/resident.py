@@ -17,6 +17,7 @@ import torch
 
 from smoe.expert import EXACT
 from smoe.fastpath.fast_layer import FastLayer, ResidentMlp, RoutedBlock
+from smoe.kernels import residual
 from smoe.kernels.experts import PreparedToken, TokenExperts
 from smoe.kernels.resident_prompt import ResidentPrompt
 from smoe.runtime.engine import Engine
@@ -127,7 +128,7 @@ class _ResidentLayer:
         counters.compute_seconds += executor.now() - began
         counters.prefill_uses += computed
         counters.prefill_hits += computed
-        return after + total.to(after.dtype).view_as(after)
+        return residual.added(self._kernel.pool, after, total)
 
 
 def _is_plain(executor: LayerExecutor) -> bool:
