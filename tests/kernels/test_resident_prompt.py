@@ -90,6 +90,19 @@ def test_the_sums_are_those_of_experts_that_arrive(
     assert torch.equal(total, one_by_one(kernel, experts, x, chosen, weights))
 
 
+@pytest.mark.parametrize("counts", [(MOST_ROWS_OF_WORK + 88, 10), (10, MOST_ROWS_OF_WORK + 8, 10, 3)], ids=str)
+def test_an_expert_with_more_rows_than_a_job_may_have(kernel: TokenExperts, counts: Sequence[int]) -> None:
+    """Would catch the rest of such an expert in a job with others, with the number of all its rows."""
+    experts, chosen = Experts(len(counts)), torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    chosen = chosen[torch.randperm(len(chosen), generator=torch.Generator().manual_seed(3))].unsqueeze(1)
+    x = torch.randn(len(chosen), HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
+    weights = torch.rand(len(chosen), 1, generator=torch.Generator().manual_seed(2)).bfloat16()
+    resident = ResidentPrompt.of(kernel, experts.matrices)
+    assert resident is not None
+    total, computed = resident(x, chosen, weights)
+    assert computed == len(counts) and torch.equal(total, one_by_one(kernel, experts, x, chosen, weights))
+
+
 def test_all_jobs_use_the_same_memory(kernel: TokenExperts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch memory of the first job that the second one, which is larger, replaces before both are run."""
     places, original = list[tuple[int, int]](), resident_prompt.ByteExperts
@@ -108,15 +121,25 @@ def test_all_jobs_use_the_same_memory(kernel: TokenExperts, monkeypatch: pytest.
     assert len(places) == 2 and places[0] == places[1]
 
 
-@pytest.mark.parametrize("counts", [[1], [600], [500, 12, 1, 1300, 3], [1] * 300, [512, 512], [511, 2]], ids=str)
+@pytest.mark.parametrize(
+    "counts",
+    [[1], [600], [600, 10], [10, 600, 10], [500, 12, 1, 1300, 3], [520, 100, 100], [1] * 300, [512, 512], [511, 2]],
+    ids=str,
+)
 def test_jobs_contain_every_row_once(counts: list[int]) -> None:
     jobs = list(resident_prompt._jobs(counts))
     ends = np.cumsum(counts)
     assert [row for _, rows in jobs for row in range(rows.start, rows.stop)] == list(range(sum(counts)))
+    taken = [0] * len(counts)
     for some, rows in jobs:
+        if some.stop - some.start > 1:
+            assert sum(counts[some]) == rows.stop - rows.start, "only whole experts share a job"
+        for n in range(some.start, some.stop):
+            taken[n] += counts[n] if some.stop - some.start > 1 else rows.stop - rows.start
         assert 0 < rows.stop - rows.start <= MOST_ROWS_OF_WORK and some.stop - some.start <= MOST_EXPERTS
         owners = {int(np.searchsorted(ends, row, side="right")) for row in range(rows.start, rows.stop)}
         assert owners == set(range(some.start, some.stop))
+    assert taken == counts
 
 
 def test_experts_of_other_kinds_are_not_taken(kernel: TokenExperts) -> None:

@@ -21,7 +21,7 @@ from smoe.cpu_isa import FAMILY, X86
 from smoe.kernels import jit, object_cache, row_product, spinning_pool, tasks
 from smoe.kernels.proof import agrees, agrees_on_rows, part_that_agrees
 from smoe.kernels.row_product import fits
-from smoe.kernels.spinning_pool import Ahead, PoolJob, Product, SpinningPool
+from smoe.kernels.spinning_pool import Ahead, Product, SpinningPool
 from tests import promised
 
 SHAPES = [(192, 32), (64, 96), (16, 512), (1536, 544), (64, 768), (512, 2048), (48, 4096), (256, 1408), (80, 96)]
@@ -323,6 +323,8 @@ def test_every_job_begins_with_counters_of_zero() -> None:
     it."""
     with SpinningPool(2, in_own_order=True) as pool:
         counters = (ctypes.c_int64 * 4).from_address(pool.word(tasks.PROGRESS))
-        counters[:] = [7] * 4
-        pool.run_all([PoolJob(0, 0, 0, 1), PoolJob(0, 0, 0, 3)], is_long=False)
-        assert list(counters) == [0, 0, 0, 7]
+        for has_readers in (False, True):  # helpers are patient, and not
+            pool.adapt(has_readers)
+            counters[:] = [7] * 4
+            pool.run_all([tasks.PoolJob(0, 0, 0, 1), tasks.PoolJob(0, 0, 0, 3)], is_long=False)
+            assert list(counters) == [0, 0, 0, 7]

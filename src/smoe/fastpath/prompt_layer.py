@@ -4,7 +4,7 @@
     q, k, v  = products of normed
     q        = norm of heads and rotary embedding, one call, which also writes keys and values into the KV cache
     after    = x + product(attention(q, the KV cache))
-    y        = after + mlp(norm(after))        the mlp is transformers', with our experts
+    y        = after + mlp(norm(after))        not here: transformers' mlp, or `ResidentMlp` (`fast_layer.py`)
 
 transformers computes the heads by some twenty operations on whole tensors: 0.4 ms of the 8 ms that a layer takes for 16
 tokens (docs/log/kernels.md). The bits are the same, which `layer_proof.py` tests.

@@ -32,7 +32,8 @@ from smoe.kernels.isa import widest
 from smoe.kernels.jit import Source, compile_functions
 from smoe.kernels.matrix import ByteFunctions, Matrix, added_rows
 from smoe.kernels.quantised_work import FEW_ROWS, LONE_UNIT, ROWS_OF_UNIT
-from smoe.kernels.spinning_pool import UNIT, PoolJob, SpinningPool
+from smoe.kernels.spinning_pool import UNIT, SpinningPool
+from smoe.kernels.tasks import PoolJob
 
 if TYPE_CHECKING:
     from smoe.kernels.experts import TokenExperts

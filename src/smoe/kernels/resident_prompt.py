@@ -60,6 +60,7 @@ class ResidentPrompt:
         for some, rows in _jobs(routed.counts.tolist()):
             counts = routed.counts[some] if some.stop - some.start > 1 else np.array([rows.stop - rows.start])
             part = RoutedRows(counts, routed.tokens[rows], routed.gains[rows])
+            assert counts.sum() == len(part.tokens), "the rows of a job are those of its experts"
             jobs.append(ByteExperts(self._kernel, self._form, addresses[some], part, memory))
         run_jobs(self._kernel.pool, jobs)
         return total, len(experts)
@@ -71,20 +72,21 @@ def _by_expert(chosen: torch.Tensor, weights: torch.Tensor, experts: int) -> tup
     order = routes.astype(np.int16).argsort(kind="stable")  # numpy sorts such numbers by their digits
     counts = np.bincount(routes, minlength=experts)
     present = counts.nonzero()[0]
-    gains = weights.float().reshape(-1).numpy()[order]
+    gains = weights.detach().float().reshape(-1).numpy()[order]
     return present, RoutedRows(counts[present], order // chosen.shape[1], gains)
 
 
 def _jobs(counts: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-    """Yield the experts and the rows of each job. An expert with more rows than a job may have gets several jobs."""
+    """Yield the experts and the rows of each job. An expert with more rows than a job may have gets jobs of its own."""
     first = begin = end = 0
     for n, count in enumerate(counts):
         if n > first and (end - begin + count > MOST_ROWS_OF_WORK or n - first == MOST_EXPERTS):
             yield slice(first, n), slice(begin, end)
             first, begin = n, end
         end += count
-        while end - begin > MOST_ROWS_OF_WORK:
-            yield slice(n, n + 1), slice(begin, begin + MOST_ROWS_OF_WORK)
-            begin += MOST_ROWS_OF_WORK
+        if count > MOST_ROWS_OF_WORK:
+            for row in range(begin, end, MOST_ROWS_OF_WORK):
+                yield slice(n, n + 1), slice(row, min(row + MOST_ROWS_OF_WORK, end))
+            first, begin = n + 1, end
     if end > begin:
         yield slice(first, len(counts)), slice(begin, end)

@@ -126,18 +126,6 @@ class RowLists:
         return self._address + 8 * place
 
 
-class PoolJob(NamedTuple):
-    """Tasks for `SpinningPool.run_all`, as machine code takes them (`tasks.JOB`)."""
-
-    fields: int
-    """The address of the concatenated fields of the tasks."""
-    words: int
-    """The number of these fields."""
-    units: int
-    counts: int
-    """The number of progress counters that are reset."""
-
-
 _LINE = 64
 _FEW_ROWS = 8
 """The largest number of rows for bf16 matrices in our own order with AVX-512; for more, oneDNN is fast."""
@@ -357,13 +345,18 @@ class SpinningPool:
             self._wake()
         self._work(self._address, units)
 
-    def run_all(self, jobs: Sequence[PoolJob], is_long: bool) -> None:
-        """Run several jobs, one after the other, by one call of machine code. After a job, whose products have emptied
-        the caches, the Python code that starts another takes 0.3 ms."""
-        words = list[int]()
-        for job in jobs:
-            assert job.words <= tasks.MOST_TASKS * tasks.FIELDS, "more tasks than there is room for"
-            words += job
+    def run_all(self, jobs: Sequence[tasks.PoolJob], is_long: bool) -> None:
+        """Run several jobs, one after the other. `is_long`: wake helpers that sleep.
+
+        Usually one call of machine code runs them: after a job, whose products have emptied the caches, the Python code
+        that starts another takes 0.3 ms. If helpers fall asleep soon, because other programs compute, they are woken
+        for every job."""
+        if self._adapted[1] < _SPIN_CYCLES_ALONE:
+            for job in jobs:
+                self.run_packed(job.fields, 8 * job.words, job.units, is_long, job.counts)
+            return
+        words = [word for job in jobs for word in job]
+        assert all(job.words <= tasks.MOST_TASKS * tasks.FIELDS for job in jobs), "more tasks than there is room for"
         if is_long:
             self._wake()
         array = (ctypes.c_int64 * len(words))(*words)

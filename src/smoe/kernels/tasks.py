@@ -32,6 +32,8 @@ counting are operations after all earlier writes (seq_cst). Looking and taking a
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from smoe.cpu_isa import FAMILY
 
 OPEN, FINISHED, REACHED, NOWHERE, SPARE, PROGRESS = 0, 8, 9, 10, 11, 16
@@ -50,9 +52,19 @@ WORDS = RANGES + 2 * MOST_RANGES + 1
 PIECE = 4096
 """The number of bytes that a helper prefetches before it looks for work again: 0.2 us."""
 PRODUCT, GATE, COMBINE, CALL, ROWS, FORMAT = 0, 1, 2, 3, 4, 5
-JOB = ("fields", "words", "units", "counts")
-"""The words of a job for `work_all`: the address of its tasks and their words, the number of their units, and that of
-the progress counters that are reset."""
+
+
+class PoolJob(NamedTuple):
+    """The tasks of a job. `work_all` takes these numbers as consecutive words."""
+
+    fields: int
+    """The address of the concatenated fields of the tasks."""
+    words: int
+    """The number of these fields."""
+    units: int
+    """The number of units of all tasks."""
+    counts: int
+    """The number of progress counters that are reset before the job."""
 
 
 def source(has_bf16: bool, several: bool, family: str = FAMILY) -> str:

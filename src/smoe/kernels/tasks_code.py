@@ -20,7 +20,6 @@ from smoe.kernels.tasks import (
     FINISHED,
     GATE,
     HEADER,
-    JOB,
     OPEN,
     PIECE,
     PRODUCT,
@@ -28,6 +27,7 @@ from smoe.kernels.tasks import (
     RANGES,
     ROWS,
     SPARE,
+    PoolJob,
 )
 
 _LINE = 64
@@ -225,8 +225,8 @@ def _add_work_all(module: ir.Module, isa: Isa) -> None:
     progress, tasks_at = (code.element(block, LONG, index) for index in (PROGRESS, HEADER))
 
     def job(n: Value, _: list[Value]) -> list[Value]:
-        at = code.element(jobs, LONG, code.build.mul(n, code.number(len(JOB))))
-        given = code.given(at, JOB)
+        at = code.element(jobs, LONG, code.build.mul(n, code.number(len(PoolJob._fields))))
+        given = code.given(at, PoolJob._fields)
         fields = code.pointer(given["fields"])
 
         def reset(i: Value, _: list[Value]) -> list[Value]:
