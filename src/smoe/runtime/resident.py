@@ -18,6 +18,7 @@ import torch
 from smoe.expert import EXACT
 from smoe.fastpath.fast_layer import FastLayer, ResidentMlp, RoutedBlock
 from smoe.kernels import residual
+from smoe.kernels.byte_experts import addresses_of
 from smoe.kernels.experts import PreparedToken, TokenExperts
 from smoe.kernels.resident_prompt import ResidentPrompt
 from smoe.runtime.engine import Engine
@@ -84,7 +85,7 @@ class _ResidentLayer:
         executor = engine.executor
         ready, experts = executor.arrivals.ready, executor.arrivals.stores[EXACT].layers[layer].experts
         self._matrices = [ready((layer, expert, EXACT)).matrices for expert in range(experts)]
-        self._addresses = np.array([[each.address for each in some] for some in self._matrices], np.int64)
+        self._addresses = addresses_of(self._matrices)
         self._engine, self._executor, self._kernel = engine, executor, kernel
         self._gate, self._router = block.gate, block.router
         self._prompt = ResidentPrompt.of(kernel, self._matrices)
