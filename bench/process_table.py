@@ -31,7 +31,8 @@ HEAD = (
 )
 _MIB = 2**20
 _SHELL = ("typer", "rich.console", "pydantic", "numpy", "psutil")
-_MODEL = (*_SHELL, "torch", "transformers.models.qwen2_moe.modeling_qwen2_moe", "tokenizers", "safetensors")
+_TORCH = ("torch", "torch.fx.experimental.symbolic_shapes")  # the second one brings sympy, which meta tensors need
+_MODEL = (*_SHELL, *_TORCH, "transformers.models.qwen2_moe.modeling_qwen2_moe", "tokenizers", "safetensors")
 _SERVER = (*_MODEL, "fastapi", "uvicorn", "prometheus_client", "jinja2")
 _PEAK = """
 import sys
@@ -119,6 +120,8 @@ def _divided(row: Row, held: Held, libraries: Held) -> Measured:
 
 def _imports(names: Sequence[str], environment: Mapping[str, str]) -> Held:
     lines = "".join(f"import {name}\n" for name in ("smoe", *names))  # smoe first: it sets how threads wait
+    if any(name.startswith("transformers") for name in names):
+        lines = f"from smoe.cli.without_compiler import leave_out_compiler\nleave_out_compiler()\n{lines}"
     return _run([sys.executable, "-c", f"{_PEAK}{lines}say()"], environment)
 
 
