@@ -25,8 +25,8 @@ _STATUS = Path("/proc/self/status")
 LIBRARIES, CODE, SCRATCH = "interpreter and libraries", "library code loaded later", "library scratch memory"
 """The names, for display, of the parts of the process's memory outside the budget."""
 LIBRARIES_BYTES = 330 * 2**20
-"""The bytes of interpreter and libraries after they have been imported; 370 to 421 MiB were measured, with torch 2.13
-(CPU) and transformers 5.23 on Linux."""
+"""The bytes of interpreter and libraries after a command has imported them; 304 to 316 MiB were measured, with torch
+2.13 (CPU) and transformers 5.23 on Linux, and more in a new environment."""
 TOKENIZER_BYTES = 350
 """The bytes of a tokenizer for each token of the vocabulary: 50 MiB were measured for 152,000 tokens with as many
 merges."""
