@@ -44,8 +44,8 @@ _WHY = {
 
 
 _SELF_TESTS = {
-    "now": "self-tests of kernels and experts: run when the model was loaded",
-    "earlier": "self-tests of kernels and experts: stored results of an earlier load",
+    "now": "self-tests of kernels and experts: those in use passed when the model was loaded",
+    "earlier": "self-tests of kernels and experts: those in use passed at an earlier load (stored)",
 }
 
 
