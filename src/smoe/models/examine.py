@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.fx.experimental.symbolic_shapes  # meta tensors need it; its memory counts as the libraries'
+import torch.fx.experimental.symbolic_shapes  # meta tensors import it later; here it counts as a library
 from torch import nn
 from torch.fx.experimental import _config as meta_tensors
 from transformers import DynamicCache, PreTrainedModel
