@@ -75,7 +75,12 @@ def test_every_number_has_one_place(form: Format) -> None:
     assert max(used + [f.byte for group in form.groups for f in codes_of(group)]) < form.nbytes
 
 
-NO_NUMBERS = {"E8M0": (255,), "F16": (0x7C00, 0xFC00, 0x7E00), "F32": (0x7F800000, 0xFF800000, 0x7FC00000)}
+NO_NUMBERS = {
+    "E8M0": (255,),
+    "F16": (0x7C00, 0x7E00, 0x7FFF, 0xFC00, 0xFE00, 0xFFFF),
+    "F32": (0x7F800000, 0xFF800000, 0x7FC00000),
+}
+LARGEST = {"E8M0": (254,), "F16": (0x7BFF, 0xFBFF), "F32": (0x7F7FFFFF, 0xFF7FFFFF)}
 
 
 def codes_of(group: Group) -> tuple[Field, ...]:
@@ -87,11 +92,12 @@ def test_scales_that_are_no_numbers_are_found(form: Format) -> None:
     data = random_rows(form, 4, form.numbers, 0)
     assert form.is_finite(data)
     for scalar in form.scalars:
-        for bits in NO_NUMBERS[scalar.kind]:
-            broken = data.copy()
-            number = np.frombuffer(bits.to_bytes(scalar.nbytes, "little"), f"V{scalar.nbytes}").reshape(1, 1)
-            put_scalar(broken[2:3], scalar, number)
-            assert not form.is_finite(broken)
+        for is_finite, found in ((True, LARGEST), (False, NO_NUMBERS)):
+            for bits in found[scalar.kind]:
+                changed = data.copy()
+                number = np.frombuffer(bits.to_bytes(scalar.nbytes, "little"), f"V{scalar.nbytes}").reshape(1, 1)
+                put_scalar(changed[2:3], scalar, number)
+                assert form.is_finite(changed) is is_finite
 
 
 def test_codes_that_are_no_numbers_are_found() -> None:

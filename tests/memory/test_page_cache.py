@@ -16,7 +16,23 @@ from smoe.memory.page_cache import CachedFile, cached_file
 from smoe.memory.store import PAGE
 from tests.memory.pages import DATA, SIZE, pages
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mincore is used on Linux only")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the page cache is examined on Linux only")
+
+
+def no_cachestat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the system call cachestat, which Linux has since 6.5."""
+    monkeypatch.setattr(page_cache, "_cached_pages", lambda *_: None)
+
+
+@pytest.fixture(autouse=True, params=["cachestat", "mincore"])
+def call(request: pytest.FixtureRequest, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system call that examines files in a test."""
+    if request.param == "mincore":
+        no_cachestat(monkeypatch)
+    else:
+        with path.open("rb") as file:
+            if page_cache._cached_pages(file.fileno(), 0, 1) is None:
+                pytest.skip("this system has no cachestat")
 
 
 def opened(path: Path) -> CachedFile | None:
@@ -199,6 +215,7 @@ def test_a_file_that_cannot_be_mapped_is_read_directly(path: Path, monkeypatch: 
     def refuse(*_: int) -> int:
         raise OSError(errno.ENOMEM, "no address space left")
 
+    no_cachestat(monkeypatch)
     monkeypatch.setattr(page_cache, "_mapped", refuse)
     before = sum(1 for _ in Path("/proc/self/fd").iterdir())
     assert opened(path) is None

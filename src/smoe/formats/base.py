@@ -25,6 +25,8 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 
+_ODD_HALF = 0x7C00
+"""The bits of infinity in float16. Larger numbers are NaN."""
 _NAN8 = 127
 """The code of NaN in E4M3, without its sign."""
 
@@ -195,7 +197,7 @@ class Format:
         if self.reals:
             return bool(np.isfinite(_reals(data, self.reals)).all())
         blocks = data.reshape(-1, self.nbytes)
-        return all(_is_finite(blocks, scalar) for scalar in self.scalars) and not self._has_nan_codes(blocks)
+        return _are_finite(blocks, self.scalars) and not self._has_nan_codes(blocks)
 
     def _has_nan_codes(self, blocks: Bytes) -> bool:
         """Return whether any 8-bit float in the blocks is NaN. Codes or scales of groups are such floats in some
@@ -293,9 +295,26 @@ def _scalar(blocks: Bytes, scalar: Scalar) -> Floats:
     return numbers
 
 
+def _are_finite(blocks: Bytes, scalars: Sequence[Scalar]) -> bool:
+    """Return whether all `scalars` of all blocks are finite."""
+    halves = [scalar for scalar in scalars if scalar.kind == "F16" and not scalar.fields]
+    if len(halves) == 2 and halves[1].byte == halves[0].byte + 2:  # both at once, as one number of four bytes
+        return _halves_are_finite(blocks, halves[0].byte, 4)
+    return all(_is_finite(blocks, scalar) for scalar in scalars)
+
+
 def _is_finite(blocks: Bytes, scalar: Scalar) -> bool:
     if scalar.kind == "E8M0":
         return not bool((blocks[:, scalar.byte] == 255).any())
     if scalar.kind == "F32" or scalar.fields:
         return bool(np.isfinite(_scalar(blocks, scalar)).all())
-    return not bool((blocks[:, scalar.byte + 1] & 0x7C == 0x7C).any())
+    return _halves_are_finite(blocks, scalar.byte, 2)
+
+
+def _halves_are_finite(blocks: Bytes, first: int, nbytes: int) -> bool:
+    """Return whether the float16 numbers in `nbytes` bytes of every block, from the byte `first`, are finite.
+
+    Comparisons as integers are several times as fast: infinity and NaN are the largest of the positive numbers and, as
+    numbers without sign, of the negative ones."""
+    stored = np.ascontiguousarray(blocks[:, first : first + nbytes].view(f"<u{nbytes}")).view("<u2")
+    return bool(stored.view("<i2").max(initial=0) < _ODD_HALF and stored.max(initial=0) < _ODD_HALF + 0x8000)

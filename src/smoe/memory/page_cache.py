@@ -1,9 +1,10 @@
-"""Finds out which bytes of a file are in the operating system's page cache, by mincore(2).
+"""Finds out which bytes of a file are in the operating system's page cache, by cachestat(2) or mincore(2).
 
 After a download or an earlier run much of a model may be there. Copying these bytes is faster than reading them from
-disk again. mincore takes some microseconds for each read, so it is called for few reads once many in a row found
-nothing. These few calls never end: the system evicts first what was read first, so of a file that nearly fills the
-memory the first layers are missing and all later ones are there.
+disk again. For a megabyte, cachestat takes 3 us and mincore 22, a third of the time of the copy; cachestat needs Linux
+6.5. Both take time from each read, so they are called for few reads once many in a row found nothing. These few calls
+never end: the system evicts first what was read first, so of a file that nearly fills the memory the first layers are
+missing and all later ones are there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import functools
 import mmap
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 
 _SAMPLES = 256
@@ -20,6 +22,8 @@ _SAMPLES = 256
 _MISSES = 64
 """After this many uncached ranges in a row, only every `_STRIDE`th range is examined, until one is cached."""
 _STRIDE = 16
+_CACHESTAT = 451
+"""The number of the system call, the same on all processors for which Python wheels exist."""
 _FAILED = ctypes.c_void_p(-1).value
 """What mmap(2) returns after an error."""
 
@@ -35,7 +39,9 @@ class CachedFile:
         """`descriptor`: a file that is open for buffered reads; it is closed by `close`."""
         self._descriptor = descriptor
         self._nbytes = os.fstat(descriptor).st_size
-        self._begin = _mapped(descriptor, self._nbytes)
+        has_cachestat = _cached_pages(descriptor, 0, 1) is not None
+        self._begin = None if has_cachestat else _mapped(descriptor, self._nbytes)
+        """The address at which the file is mapped for mincore; None: cachestat is used."""
         self._misses = 0
         """The number of uncached ranges since the last cached one, those that were not examined among them."""
 
@@ -64,13 +70,18 @@ class CachedFile:
 
     def unmap(self) -> None:
         """End the examination of the file. The descriptor stays open."""
-        _libc().munmap(self._begin, self._nbytes)
+        if self._begin is not None:
+            _libc().munmap(self._begin, self._nbytes)
+            self._begin = None
 
     def _has(self, offset: int, nbytes: int) -> bool:
         nbytes = min(nbytes, self._nbytes - offset)
         if nbytes <= 0:
             return False
-        states = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
+        pages = -(-nbytes // mmap.PAGESIZE)
+        if self._begin is None:
+            return _cached_pages(self._descriptor, offset, nbytes) == pages
+        states = (ctypes.c_ubyte * pages)()
         if _libc().mincore(self._begin + offset, nbytes, states):
             return False
         return min(bytes(states)) & 1 == 1
@@ -103,6 +114,23 @@ def _is_examined(descriptor: int, path: str | os.PathLike[str]) -> bool:
     """Return whether mincore examines a file. For files of other users it returns that every page is cached."""
     state = os.fstat(descriptor)
     return state.st_size > 0 and (state.st_uid == os.geteuid() or os.access(path, os.W_OK))
+
+
+def _cached_pages(descriptor: int, offset: int, nbytes: int) -> int | None:
+    """Return how many pages of a range, which begins with a page, are in the page cache. Return None if the system does
+    not say."""
+    states = (ctypes.c_uint64 * 7)(offset, nbytes)  # the range, and five counters of the answer
+    at = ctypes.addressof(states)
+    return None if _syscall()(_CACHESTAT, descriptor, at, at + 16, 0) else states[2]
+
+
+@functools.cache
+def _syscall() -> Callable[..., int]:
+    """Return the C library's function for system calls. It does not release the interpreter's lock: getting the lock
+    back takes longer than cachestat."""
+    call = ctypes.PyDLL(None).syscall
+    call.restype, call.argtypes = ctypes.c_long, (ctypes.c_long, ctypes.c_uint, *[ctypes.c_void_p] * 2, ctypes.c_uint)
+    return call
 
 
 def _mapped(descriptor: int, nbytes: int) -> int:

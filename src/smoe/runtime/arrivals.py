@@ -274,6 +274,11 @@ class Arrivals:
         """Return whether an expert is in a slot, or its load has been started."""
         return key in self.table.ready or key in self.tickets
 
+    def is_over(self, key: ExpertKey) -> bool:
+        """Return whether an expert is in a slot, or its load has ended: `weights_of` then does not wait."""
+        ticket = self.tickets.get(key)
+        return key in self.table.ready if ticket is None else ticket.is_over
+
     def ready(self, key: ExpertKey) -> Weights:
         """Return the weights of an expert that is in a slot."""
         weights = self._weights[self.table.ready[key]]

@@ -311,11 +311,14 @@ class LayerCompute:
         self, plan: LayerPlan, kernel: TokenExperts, hidden: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Return the weighted sum of a plan's experts [T, H] for many tokens, by our kernels. Experts are
-        computed in ascending order; each call computes as many as are resident. The outputs of other compute units are
-        added in the same way, so that the sum does not depend on where an expert is computed."""
+        computed in ascending order; each call computes as many as are in memory. Experts that were loaded for this
+        plan occupy at most half of the staging slots before they are computed; the other half is filled meanwhile. The
+        outputs of other compute units are added in the same way, so that the sum does not depend on where an expert is
+        computed."""
         counters, width = self.arrivals.counters, top_k_weights.shape[1]
         started, before = self._now(), counters.elsewhere_seconds
-        prompt, computed = PromptExperts(kernel, hidden), 0
+        prompt, computed, loaded = PromptExperts(kernel, hidden), 0, 0
+        most_loaded = self.arrivals.table.pool(plan.layer).staging_slots // 2
         handed_over = _HandedOver.of(plan, self.units, hidden, width)
 
         def finish(done: int) -> int:
@@ -324,11 +327,17 @@ class LayerCompute:
                 self.arrivals.served(plan.serves[n], n + 1)
             return computed + done
 
+        def waits(serve: Serve) -> bool:
+            """Return whether the experts added until now are to be computed first."""
+            if handed_over is not None and serve.unit != DEVICE:
+                return not handed_over.is_done(serve)
+            return serve.waits and (loaded >= most_loaded or not self.arrivals.is_over(serve.key))
+
         for serve, tokens, factors in zip(plan.serves, *_routed(plan.serves, top_k_weights), strict=True):
-            waits = serve.waits if handed_over is None or serve.unit == DEVICE else not handed_over.is_done(serve)
-            if waits or not prompt.has_room(len(serve.routes)):
-                computed = finish(prompt.flush())
+            if waits(serve) or not prompt.has_room(len(serve.routes)):
+                computed, loaded = finish(prompt.flush()), 0
             if handed_over is None or serve.unit == DEVICE:
+                loaded += serve.waits
                 prompt.add(Chosen(self.arrivals.weights_of(serve).matrices, tokens, factors))
             else:
                 prompt.add(Chosen((), tokens, factors, self._from_unit(handed_over.under_way, serve)))
