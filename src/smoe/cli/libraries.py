@@ -13,19 +13,22 @@ from smoe.garbage import collection_paused
 
 
 def import_libraries(model: str, config: EngineConfig | None) -> None:
-    """Import the libraries, without the parts that no command uses (`without_compiler.py`), and with garbage collection
-    off, which saves a fifth of the time (docs/log/library.md).
+    """Import the libraries, without the parts that no command uses (`without_compiler.py`), without the source of all
+    models (`import_structure.py`), and with garbage collection off, which saves a fifth of the time
+    (docs/log/library.md).
 
     Raises `BudgetError` before the import if the budget cannot hold the model. `config`: None if the command does not
     load the model within a budget.
     """
     from smoe.cli.console import doing
+    from smoe.cli.import_structure import store_structure
     from smoe.cli.without_compiler import leave_out_compiler
     from smoe.report.early_refusal import refuse_early
 
     with doing("importing the libraries"), collection_paused():
         if config is not None:
             refuse_early(model, config)
+        store_structure()
         leave_out_compiler()
         import smoe.cli.session  # noqa: F401
 
