@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from smoe.garbage import collection_paused, present_objects_excluded
+from smoe.garbage import collection_paused, exclude_libraries, present_objects_excluded
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +54,28 @@ def test_objects_are_excluded_for_a_block() -> None:
             assert gc.get_freeze_count() >= excluded
         assert gc.get_freeze_count() >= excluded, "the outer block's objects"
     assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.usefixtures("nothing_excluded")
+def test_libraries_are_excluded_until_the_model_is_closed() -> None:
+    exclude_libraries()
+    libraries = gc.get_freeze_count()
+    assert libraries > 10_000
+    with present_objects_excluded():
+        with present_objects_excluded():
+            pass
+        assert gc.get_freeze_count() >= libraries, "the outer block's objects"
+    assert gc.get_freeze_count() == 0
+
+
+def test_objects_that_the_program_excludes_stay_excluded() -> None:
+    excluded = gc.get_freeze_count()
+    assert excluded > 0  # the suite's
+    exclude_libraries()
+    assert gc.get_freeze_count() == excluded
+    with present_objects_excluded():
+        pass
+    assert gc.get_freeze_count() >= excluded
 
 
 def test_a_command_does_not_collect_when_it_ends() -> None:

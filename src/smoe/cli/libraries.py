@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from smoe.config import EngineConfig
-from smoe.garbage import collection_paused
+from smoe.garbage import collection_paused, exclude_libraries
 
 
 def import_libraries(model: str, config: EngineConfig | None) -> None:
@@ -31,6 +31,8 @@ def import_libraries(model: str, config: EngineConfig | None) -> None:
         store_structure()
         leave_out_compiler()
         import smoe.cli.session  # noqa: F401
+
+        exclude_libraries()
 
 
 @contextmanager

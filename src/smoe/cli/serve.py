@@ -17,6 +17,7 @@ from smoe.cli.options import Debug, EngineOptions, Json, Model, in_container
 from smoe.cli.request_options import ChatTemplate, ParseControlTokens
 from smoe.cli.settings import SERVED_SEQUENCES
 from smoe.errors import BudgetError, ConfigError
+from smoe.garbage import collection_paused
 from smoe.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -305,7 +306,7 @@ def _serve(
     from smoe.load.last_residents import filling_when_idle
     from smoe.models.files import fetch
 
-    with doing("importing the libraries of the server"):
+    with doing("importing the libraries of the server"), collection_paused():
         from smoe.server.first_pass import first_pass
         from smoe.server.listening import Server
         from smoe.server.listening_socket import opened

@@ -92,7 +92,7 @@ def _array(header: GgufHeader, name: str, kind: type | tuple[type, ...]) -> list
     if value is None:
         return None
     found = read_array(header, key) if isinstance(value, GgufArray) else None
-    if found is None or not all(isinstance(each, kind) for each in found):
+    if found is None or not all(issubclass(each, kind) for each in set(map(type, found))):
         raise CheckpointError(
             f"{header.path}: the metadata entry {key!r} is not a list of values of the required type; download the "
             "file again"
