@@ -70,7 +70,7 @@ GROUPS = (
         "needs Linux|code is brought into a process on|x86-64 Linux only|extensions of x86|other systems are played on"
         "|POSIX|signals of POSIX|Linux shows|only Linux|huge pages on request|no device that is always full|no fork"
         "|cases run in forked|psutil asks for more rights|the system does not say|this system|Windows has no|no IPv6"
-        "|could not import 'fcntl'|the C library is not glibc|mincore is used on Linux"
+        "|could not import 'fcntl'|the C library is not glibc|the page cache is examined on Linux"
         "|processes are forked|results are stored where files|this file system refuses direct reads",
         CI,
     ),

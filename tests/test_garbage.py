@@ -9,11 +9,19 @@ import gc
 import subprocess
 import sys
 import textwrap
+import weakref
 from collections.abc import Iterator
 
 import pytest
 
+from smoe import garbage
 from smoe.garbage import collection_paused, exclude_libraries, present_objects_excluded
+
+
+class Node:
+    """An object that may refer to itself."""
+
+    node: Node
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +84,21 @@ def test_objects_that_the_program_excludes_stay_excluded() -> None:
     with present_objects_excluded():
         pass
     assert gc.get_freeze_count() >= excluded
+
+
+@pytest.mark.usefixtures("nothing_excluded")
+def test_what_python_excludes_itself_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in Python 3.12. Would catch models that stay in memory when they are closed."""
+    gc.freeze()
+    monkeypatch.setattr(garbage, "_AT_FIRST", gc.get_freeze_count())
+    with present_objects_excluded():
+        cycle = Node()
+        cycle.node = cycle
+        seen = weakref.ref(cycle)
+        with present_objects_excluded():
+            del cycle
+    gc.collect()
+    assert seen() is None
 
 
 def test_a_command_does_not_collect_when_it_ends() -> None:

@@ -128,11 +128,20 @@ def test_a_damaged_entry_is_replaced(models: Path) -> None:
     assert len(scans.places) == 2
 
 
-def test_what_cannot_be_stored_as_it_is_is_not_stored(models: Path) -> None:
-    def scan(place: Any) -> Any:
-        return {frozenset(): {"modeling_ant": {"AntModel": "AntModel"}}}
-
-    assert _stored(scan, models, Path(__file__))(models) == scan(models)
+@pytest.mark.parametrize(
+    "structure",
+    [
+        {frozenset(): {"modeling_ant": {"AntModel": "AntModel"}}},
+        {frozenset(): ["modeling_ant"]},
+        {frozenset(): {"modeling_ant": None}},
+        {frozenset([None, "torch"]): {"modeling_ant": {"AntModel"}}},
+        {frozenset(): {"modeling_ant": {b"AntModel"}}},
+        {"ant": ["AntModel"]},
+        ["AntModel"],
+    ],
+)
+def test_what_cannot_be_stored_as_it_is_is_not_stored(structure: Any, models: Path) -> None:
+    assert _stored(lambda place: structure, models, Path(__file__))(models) is structure
     assert not STRUCTURES.folder.exists()
 
 

@@ -124,6 +124,33 @@ def test_a_file_that_is_not_cached_is_not_opened(tmp_path: Path) -> None:
     assert opened(hole) is None
 
 
+def test_files_of_which_cachestat_counts_no_page_are_examined_by_mincore(
+    path: Path, buffer: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files in an overlay, for example."""
+    monkeypatch.setattr(page_cache, "_cached_pages", lambda *_: 0)
+    found = opened(path)
+    assert found is not None
+    assert found.cached_share() == 1
+    assert found.read_into(buffer[:PAGE], PAGE, False) == PAGE
+    found.close()
+
+
+def test_a_range_that_begins_within_a_page(cached: CachedFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a page has 16 or 64 KiB, ranges of whole blocks of 4 KiB may do so."""
+    monkeypatch.setattr(page_cache.mmap, "PAGESIZE", 4 * PAGE)
+    asked: list[tuple[int, int]] = []
+
+    def counted(_: int, offset: int, nbytes: int) -> int:
+        asked.append((offset, nbytes))
+        return 2
+
+    monkeypatch.setattr(page_cache, "_cached_pages", counted)
+    has_cachestat = cached._begin is None
+    assert cached._has(3 * PAGE, 2 * PAGE)
+    assert asked == ([(0, 5 * PAGE)] if has_cachestat else [])
+
+
 def test_few_ranges_are_examined_after_many_misses(
     path: Path, buffer: memoryview, monkeypatch: pytest.MonkeyPatch
 ) -> None:

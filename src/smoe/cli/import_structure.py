@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -84,19 +85,22 @@ def _stored(scan: Callable[[Any], Structure], models: Path, code: Path) -> Calla
         if stored is not None:
             return decoded(json.loads(stored))
         structure = scan(place)
-        form = encoded(structure)
-        if decoded(form) == structure:  # another version may return more than this module stores
-            STRUCTURES.write(key, json.dumps(form).encode())
+        with suppress(AttributeError, TypeError, ValueError):  # another version may return something else
+            form = json.dumps(encoded(structure))
+            if decoded(json.loads(form)) == structure:
+                STRUCTURES.write(key, form.encode())
         return structure
 
     return scanned
 
 
 def _state_of(models: Path, code: Path) -> bytes:
-    """Return what the structure of `models` depends on: a digest of the paths, sizes and times of all sources."""
+    """Return what the structure of `models` depends on: a digest of transformers' version, and of the paths, sizes and
+    times of all sources."""
+    version = getattr(sys.modules.get("transformers"), "__version__", "")
     states = [(str(code), code.stat()), *((source.path, source.stat()) for source in _sources(models))]
     lines = sorted(f"{path}\0{found.st_size}\0{found.st_mtime_ns}\0" for path, found in states)
-    return hashlib.sha256("".join(lines).encode()).digest()
+    return hashlib.sha256("".join([version, *lines]).encode()).digest()
 
 
 def _sources(folder: str | Path) -> Iterator[os.DirEntry[str]]:

@@ -25,8 +25,8 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 
-_ODD_HALF = 0x7C00
-"""The bits of infinity in float16. Larger numbers are NaN."""
+_INFINITE_HALF = 0x7C00
+"""The bits of infinity in float16. Without the sign, larger numbers are NaN."""
 _NAN8 = 127
 """The code of NaN in E4M3, without its sign."""
 
@@ -296,7 +296,7 @@ def _scalar(blocks: Bytes, scalar: Scalar) -> Floats:
 
 
 def _are_finite(blocks: Bytes, scalars: Sequence[Scalar]) -> bool:
-    """Return whether all `scalars` of all blocks are finite."""
+    """Return whether the `scalars` of all blocks are finite, one or two numbers of each."""
     halves = [scalar for scalar in scalars if scalar.kind == "F16" and not scalar.fields]
     if len(halves) == 2 and halves[1].byte == halves[0].byte + 2:  # both at once, as one number of four bytes
         return _halves_are_finite(blocks, halves[0].byte, 4)
@@ -317,4 +317,4 @@ def _halves_are_finite(blocks: Bytes, first: int, nbytes: int) -> bool:
     Comparisons as integers are several times as fast: infinity and NaN are the largest of the positive numbers and, as
     numbers without sign, of the negative ones."""
     stored = np.ascontiguousarray(blocks[:, first : first + nbytes].view(f"<u{nbytes}")).view("<u2")
-    return bool(stored.view("<i2").max(initial=0) < _ODD_HALF and stored.max(initial=0) < _ODD_HALF + 0x8000)
+    return bool(stored.view("<i2").max(initial=0) < _INFINITE_HALF and stored.max(initial=0) < _INFINITE_HALF + 0x8000)

@@ -35,11 +35,11 @@ class CachedFile:
     a range from the cache when it has been copied.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        """`descriptor`: a file that is open for buffered reads; it is closed by `close`."""
+    def __init__(self, descriptor: int, has_cachestat: bool) -> None:
+        """`descriptor`: a file that is open for buffered reads; it is closed by `close`. `has_cachestat`: examine the
+        file by cachestat; otherwise by mincore. Raises `OSError` if the file cannot be mapped for mincore."""
         self._descriptor = descriptor
         self._nbytes = os.fstat(descriptor).st_size
-        has_cachestat = _cached_pages(descriptor, 0, 1) is not None
         self._begin = None if has_cachestat else _mapped(descriptor, self._nbytes)
         """The address at which the file is mapped for mincore; None: cachestat is used."""
         self._misses = 0
@@ -78,6 +78,8 @@ class CachedFile:
         nbytes = min(nbytes, self._nbytes - offset)
         if nbytes <= 0:
             return False
+        nbytes += offset % mmap.PAGESIZE
+        offset -= offset % mmap.PAGESIZE
         pages = -(-nbytes // mmap.PAGESIZE)
         if self._begin is None:
             return _cached_pages(self._descriptor, offset, nbytes) == pages
@@ -98,20 +100,32 @@ def cached_file(path: str | os.PathLike[str], opened: int) -> CachedFile | None:
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            if os.path.sameopenfile(descriptor, opened) and _is_examined(descriptor, path):
-                found = CachedFile(descriptor)
-                if found.cached_share() > 0:
+            if os.path.sameopenfile(descriptor, opened) and _may_examine(descriptor, path):
+                found = _examined(descriptor)
+                if found is not None:
                     descriptor = -1
-                    return found
-                found.unmap()
+                return found
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
     return None
 
 
-def _is_examined(descriptor: int, path: str | os.PathLike[str]) -> bool:
-    """Return whether mincore examines a file. For files of other users it returns that every page is cached."""
+def _examined(descriptor: int) -> CachedFile | None:
+    """Return an open file with the system call that finds a part of it in the page cache, or None. Of files in an
+    overlay, which are those of container images, cachestat counts no page. Raises `OSError`."""
+    has_cachestat = _cached_pages(descriptor, 0, 1) is not None
+    for by_cachestat in (True, False) if has_cachestat else (False,):
+        found = CachedFile(descriptor, by_cachestat)
+        if found.cached_share() > 0:
+            return found
+        found.unmap()
+    return None
+
+
+def _may_examine(descriptor: int, path: str | os.PathLike[str]) -> bool:
+    """Return whether the system states which pages of a file are cached. For files of other users cachestat fails, and
+    mincore returns that every page is."""
     state = os.fstat(descriptor)
     return state.st_size > 0 and (state.st_uid == os.geteuid() or os.access(path, os.W_OK))
 

@@ -274,7 +274,7 @@ class Arrivals:
         """Return whether an expert is in a slot, or its load has been started."""
         return key in self.table.ready or key in self.tickets
 
-    def is_over(self, key: ExpertKey) -> bool:
+    def needs_no_wait(self, key: ExpertKey) -> bool:
         """Return whether an expert is in a slot, or its load has ended: `weights_of` then does not wait."""
         ticket = self.tickets.get(key)
         return key in self.table.ready if ticket is None else ticket.is_over

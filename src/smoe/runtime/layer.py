@@ -311,14 +311,14 @@ class LayerCompute:
         self, plan: LayerPlan, kernel: TokenExperts, hidden: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Return the weighted sum of a plan's experts [T, H] for many tokens, by our kernels. Experts are
-        computed in ascending order; each call computes as many as are in memory. Experts that were loaded for this
-        plan occupy at most half of the staging slots before they are computed; the other half is filled meanwhile. The
-        outputs of other compute units are added in the same way, so that the sum does not depend on where an expert is
-        computed."""
+        computed in ascending order; each call computes as many as are in memory. Experts that are to be computed
+        occupy at most half of the staging slots; the other half is filled meanwhile. The outputs of other compute units
+        are added in the same way, so that the sum does not depend on where an expert is computed."""
         counters, width = self.arrivals.counters, top_k_weights.shape[1]
         started, before = self._now(), counters.elsewhere_seconds
-        prompt, computed, loaded = PromptExperts(kernel, hidden), 0, 0
-        most_loaded = self.arrivals.table.pool(plan.layer).staging_slots // 2
+        prompt, computed, staged = PromptExperts(kernel, hidden), 0, 0
+        table = self.arrivals.table
+        most_staged = table.pool(plan.layer).staging_slots // 2
         handed_over = _HandedOver.of(plan, self.units, hidden, width)
 
         def finish(done: int) -> int:
@@ -331,13 +331,15 @@ class LayerCompute:
             """Return whether the experts added until now are to be computed first."""
             if handed_over is not None and serve.unit != DEVICE:
                 return not handed_over.is_done(serve)
-            return serve.waits and (loaded >= most_loaded or not self.arrivals.is_over(serve.key))
+            if staged >= most_staged and (serve.waits or serve.key in table.staged):
+                return True
+            return serve.waits and not self.arrivals.needs_no_wait(serve.key)
 
         for serve, tokens, factors in zip(plan.serves, *_routed(plan.serves, top_k_weights), strict=True):
             if waits(serve) or not prompt.has_room(len(serve.routes)):
-                computed, loaded = finish(prompt.flush()), 0
+                computed, staged = finish(prompt.flush()), 0
             if handed_over is None or serve.unit == DEVICE:
-                loaded += serve.waits
+                staged += serve.key in table.staged
                 prompt.add(Chosen(self.arrivals.weights_of(serve).matrices, tokens, factors))
             else:
                 prompt.add(Chosen((), tokens, factors, self._from_unit(handed_over.under_way, serve)))
