@@ -23,6 +23,7 @@ from smoe.unknown_setting import _NAMES, unknown_setting
         ({"presset": "smoe"}, "did you mean `preset`?"),
         ({"context_token": 512}, "did you mean `context_tokens`?"),
         ({"context": 512}, "did you mean `context_tokens`?"),
+        ({"process_memory": "8GiB"}, 'give `memory` and `count="process"`.'),
         ({"torch_dtype": "bfloat16"}, "did you mean `dtype`?"),
         ({"device_map": "auto"}, "leave it out; `memory` says how much stays in memory, `device` where it computes."),
         ({"load_in_4bit": True}, "give `precision=int4`"),

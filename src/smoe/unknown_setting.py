@@ -35,6 +35,7 @@ _OTHERS = {
     "offload_buffers": _NOT_NEEDED,
     "offload_folder": _NOT_NEEDED,
     "offload_state_dict": _NOT_NEEDED,
+    "process_memory": 'give `memory` and `count="process"`.',
     "quantization_config": _BITS,
     "token": _HUB,
     "torch_dtype": "did you mean `dtype`?",
