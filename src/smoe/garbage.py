@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 _AT_FIRST = gc.get_freeze_count()
 """The number of objects that Python itself has excluded from garbage collection: 375 in version 3.12, otherwise 0."""
-_libraries: list[int] = []
-"""The number of objects that `exclude_libraries` has excluded; empty if a later block ends the exclusion."""
+_has_libraries: list[bool] = [False]
+"""Whether `exclude_libraries` has excluded objects, and no block has begun since."""
 
 
 @contextmanager
@@ -31,10 +31,10 @@ def exclude_libraries() -> None:
     ends. No effect if objects are excluded already.
 
     Called when the libraries have been imported: four collections while a model is loaded would search their objects,
-    which takes 0.8 s."""
+    which takes 0.7 s."""
     if not _are_excluded():
         gc.freeze()
-        _libraries.append(gc.get_freeze_count())
+        _has_libraries[0] = True
 
 
 @contextmanager
@@ -43,8 +43,8 @@ def present_objects_excluded() -> Iterator[None]:
 
     With the libraries and a model loaded, a full collection takes 0.2 to 0.3 s, in the middle of a prompt or an answer.
     """
-    is_first = bool(_libraries) or not _are_excluded()
-    _libraries.clear()
+    is_first = _has_libraries[0] or not _are_excluded()
+    _has_libraries[0] = False
     gc.freeze()
     try:
         yield

@@ -22,8 +22,8 @@ IMPORT = """
 import sys
 opened = []
 sys.addaudithook(lambda event, given: opened.append(str(given[0])) if event == "open" else None)
-from smoe.cli.import_structure import store_structure
-store_structure()
+from smoe.cli.import_structure import use_stored_structure
+use_stored_structure()
 import transformers
 from transformers import Qwen3MoeForCausalLM, BertTokenizer
 from transformers.utils import import_utils

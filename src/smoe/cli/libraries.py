@@ -21,14 +21,14 @@ def import_libraries(model: str, config: EngineConfig | None) -> None:
     load the model within a budget.
     """
     from smoe.cli.console import doing
-    from smoe.cli.import_structure import store_structure
+    from smoe.cli.import_structure import use_stored_structure
     from smoe.cli.without_compiler import leave_out_compiler
     from smoe.report.early_refusal import refuse_early
 
     with doing("importing the libraries"), collection_paused():
         if config is not None:
             refuse_early(model, config)
-        store_structure()
+        use_stored_structure()
         leave_out_compiler()
         import smoe.cli.session  # noqa: F401
 

@@ -132,7 +132,7 @@ def _may_examine(descriptor: int, path: str | os.PathLike[str]) -> bool:
 
 def _cached_pages(descriptor: int, offset: int, nbytes: int) -> int | None:
     """Return how many pages of a range, which begins with a page, are in the page cache. Return None if the system does
-    not say."""
+    not state it."""
     states = (ctypes.c_uint64 * 7)(offset, nbytes)  # the range, and five counters of the answer
     at = ctypes.addressof(states)
     return None if _syscall()(_CACHESTAT, descriptor, at, at + 16, 0) else states[2]
