@@ -16,7 +16,7 @@ import platform
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -29,6 +29,7 @@ from bench.peers.conditions import machine
 from bench.peers.engines import ENGINES, LLAMA_PYTHON_VARIABLE, Setup, default_llama_python
 from bench.peers.isa import ISAS
 from bench.peers.kept_rounds import KeptRounds
+from bench.peers.neighbour import NEIGHBOURS
 from bench.peers.rounds import Arena, Case, Round, run_round
 from bench.peers.shape import ModelShape, Shape, read_gguf_shape, read_shape
 from bench.peers.streams import STREAM_KINDS
@@ -44,11 +45,18 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare engines on one model, one token stream, one memory limit.")
     parser.add_argument("--model", type=Path, required=True, help="directory made by bench.peers.model, or a GGUF file")
     parser.add_argument("--gguf", type=Path, help="the same model for llama.cpp; default: MODEL with suffix .gguf")
-    parser.add_argument("--engines", type=_engines, default=("smoe", "llama.cpp"), help=f"of {', '.join(ENGINES)}")
-    parser.add_argument("--limit", type=_limits, default=(None,), help="memory limits, like 2GiB,4GiB,none")
-    parser.add_argument("--isa", type=_isas, default=("native",), help=f"instruction sets, of {', '.join(ISAS)}")
     parser.add_argument(
-        "--neighbour", type=_neighbours, default=(False,), help="other work on one core: no, yes or no,yes"
+        "--engines", type=_some_of(ENGINES), default=("smoe", "llama.cpp"), help=f"of {', '.join(ENGINES)}"
+    )
+    parser.add_argument("--limit", type=_limits, default=(None,), help="memory limits, like 2GiB,4GiB,none")
+    parser.add_argument(
+        "--isa", type=_some_of(ISAS), default=("native",), help=f"instruction sets, of {', '.join(ISAS)}"
+    )
+    parser.add_argument(
+        "--neighbour",
+        type=_some_of(NEIGHBOURS),
+        default=("no",),
+        help=f"other work on one core, of {', '.join(NEIGHBOURS)}",
     )
     parser.add_argument("--pairs", type=int, default=3, help="rounds of each engine, alternating")
     parser.add_argument("--prompt", type=parse_lengths, default=Workload.prompts, help="prompt lengths, like 16,128")
@@ -71,35 +79,25 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _engines(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    unknown = [name for name in names if name not in ENGINES]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}; choose from {', '.join(ENGINES)}")
-    return names
+def _some_of(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    """What an option reads whose value is some of the `known` names."""
+
+    def read(text: str) -> tuple[str, ...]:
+        names = tuple(text.split(","))
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}; choose from {', '.join(known)}")
+        return names
+
+    return read
 
 
 def _limits(text: str) -> tuple[int | None, ...]:
     return tuple(None if part == "none" else parse_bytes(part) for part in text.split(","))
 
 
-def _isas(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    unknown = [name for name in names if name not in ISAS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}; choose from {', '.join(ISAS)}")
-    return names
-
-
-def _neighbours(text: str) -> tuple[bool, ...]:
-    words = {"no": False, "yes": True}
-    if not set(text.split(",")) <= words.keys():
-        raise argparse.ArgumentTypeError(f"{text!r} is not no, yes or no,yes")
-    return tuple(words[word] for word in text.split(","))
-
-
 def cases_from(options: argparse.Namespace) -> list[Case]:
-    """Every limit with every instruction set, without a neighbour and with one."""
+    """Every limit with every instruction set, with every neighbour."""
     given = itertools.product(options.limit, options.isa, options.neighbour)
     return [Case(limit_bytes, isa, neighbour) for limit_bytes, isa, neighbour in given]
 

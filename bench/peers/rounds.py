@@ -22,13 +22,15 @@ from bench.peers.conditions import (
 )
 from bench.peers.engines import ENGINES, REPOSITORY, Engine, Setup, worker_environment
 from bench.peers.isa import Isa
-from bench.peers.neighbour import busy_neighbour
+from bench.peers.neighbour import Neighbour, busy_neighbour
 from bench.peers.process import Finished, run_process
 from bench.peers.shape import Shape
 from bench.peers.worker import Measurement, Workload
 from smoe.units import format_bytes
 
 DIRECTORIES = re.compile(r"(/[\w.-]+)+/")  # cut from messages: results are published
+
+_BESIDE: dict[Neighbour, str] = {"no": "", "yes": ", one core busy", "bursts": ", bursts of other work"}
 
 
 @dataclass(frozen=True)
@@ -38,13 +40,13 @@ class Case:
     limit_bytes: int | None = None
     """Of the whole process, page cache included; None = unlimited."""
     isa: Isa = "native"
-    neighbour: bool = False
-    """Whether other work keeps one core busy."""
+    neighbour: Neighbour = "no"
+    """Other work beside the engine."""
 
     def __str__(self) -> str:
         limit = "no limit" if self.limit_bytes is None else f"limit {format_bytes(self.limit_bytes)}"
         isa = "" if self.isa == "native" else f", {self.isa} only"
-        return f"{limit}{isa}{', one core busy' if self.neighbour else ''}"
+        return f"{limit}{isa}{_BESIDE[self.neighbour]}"
 
 
 @dataclass(frozen=True)

@@ -72,17 +72,20 @@ def test_neighbour_has_ended_afterwards(monkeypatch: pytest.MonkeyPatch) -> None
         return started[-1]
 
     monkeypatch.setattr("bench.peers.neighbour.subprocess.Popen", popen)
-    with busy_neighbour(True, 0):
+    with busy_neighbour("yes", 0):
         assert started[0].poll() is None
         assert len(os.sched_getaffinity(started[0].pid)) == 1
     assert started[0].poll() is not None
-    with busy_neighbour(False, 0):
-        assert len(started) == 1
+    with busy_neighbour("bursts", 0):
+        assert started[1].poll() is None
+    assert started[1].poll() is not None
+    with busy_neighbour("no", 0):
+        assert len(started) == 2
 
 
 # --- rounds in a file -------------------------------------------------------------------------------------------------
 
-GOOD = Round("a", Case(1 << 30, "avx2", True), 1, Measurement(decode_seconds=[0.5]), None, 7, SOME_CEILINGS, QUIET)
+GOOD = Round("a", Case(1 << 30, "avx2", "yes"), 1, Measurement(decode_seconds=[0.5]), None, 7, SOME_CEILINGS, QUIET)
 BAD = Round("b", Case(), 0, None, "killed", None, SOME_CEILINGS, QUIET)
 
 
