@@ -74,7 +74,7 @@ def measure(form: Format, isa: Isa, activations: str, memory: float) -> dict[str
     row["memory_gb_per_second"] = memory
     for count in ROWS if in_bytes else ROWS[:3]:
         outputs = OUTPUTS if count <= 4 else OUTPUTS // count
-        product = (_in_bytes if in_bytes else _in_bf16)(form, isa, x[:count], data, out[:count])
+        product = (product_in_bytes if in_bytes else _in_bf16)(form, isa, x[:count], data, out[:count])
         seconds = best(functools.partial(product, outputs))
         row[f"gb_per_second_{count}"] = data.nbytes * outputs / OUTPUTS / seconds / 1e9
         row[f"giga_products_per_second_{count}"] = count * outputs * COLUMNS / seconds / 1e9
@@ -108,10 +108,10 @@ def _in_bf16(
     return lambda end: function(ctypes.addressof(words), data.ctypes.data, None, None, 0, end, COLUMNS)
 
 
-def _in_bytes(
+def product_in_bytes(
     form: Format, isa: Isa, x: torch.Tensor, data: npt.NDArray[np.uint8], out: torch.Tensor
 ) -> Callable[[int], object]:
-    """The same of rows in 8 bits, which are made once."""
+    """The same of rows in 8 bits, which are made once, so calls take no time for that."""
     functions, count = compiled_in_bytes(form, isa), len(x)
     rows = torch.zeros(count, Layout.of(form).nbytes(COLUMNS), dtype=torch.uint8)
     functions["rows"](x.data_ptr(), None, rows.data_ptr(), None, 0, count, COLUMNS)
