@@ -52,6 +52,18 @@ def test_one_setting_by_two_names_is_refused(name: str) -> None:
         from_pretrained("demo", **TWICE[name])
 
 
+@pytest.mark.parametrize(("name", "given"), [("memory", "20MB!"), ("resident", "x"), ("host_memory", "1 box")])
+def test_an_error_names_the_argument_that_was_given(name: str, given: str) -> None:
+    """Would catch the name of the field of `EngineConfig` in its place."""
+    with pytest.raises(ConfigError, match=f"^`{name}` is '{given}', which is not a s"):
+        from_pretrained("demo", **{name: given})
+
+
+def test_the_error_of_a_process_that_is_too_small_names_what_to_change() -> None:
+    with pytest.raises(BudgetError, match=r"give the process .*MiB or more, with `count=process` \(for a context of"):
+        from_pretrained("demo", memory="100MiB", count="process")
+
+
 IDLE: dict[str, dict[str, Any]] = {
     "`host_memory` is 1.00 GiB, and it has an effect only with a GPU": {"host_memory": "1GiB"},
     "`profile` has an effect only with `device=emulated`": {"profile": "rtx-4060-ti"},

@@ -168,7 +168,8 @@ def _in_process(
         raise BudgetError(
             f"a process of {format_bytes(limit_bytes)} cannot hold this model. Outside the memory budget, the "
             f"process needs{taken}\nThis leaves {format_bytes(max(0, room))} for the memory budget; "
-            f"{least_entries(demand)}\ngive the process {enough_to_type(least)} or more{less_to_ask(demand)}",
+            f"{least_entries(demand)}\n"
+            f"give the process {enough_to_type(least)} or more, with `count=process`{less_to_ask(demand)}",
             setting="memory_bytes",
             given=limit_bytes,
             allowed=f"at least {least} bytes",

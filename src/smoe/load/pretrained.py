@@ -79,10 +79,10 @@ def from_pretrained(
                 allowed=f"only without `{short}`",
             )
     if resident is not None:
-        switches["resident_share"] = parse_share(resident, "resident_share") if isinstance(resident, str) else resident
+        switches["resident_share"] = parse_share(resident, "resident") if isinstance(resident, str) else resident
     switches["count"] = count
-    sizes = {"memory_bytes": memory, "host_memory_bytes": host_memory}
-    switches |= {name: parse_bytes(size, name) for name, size in sizes.items() if size is not None}
+    sizes = {"memory": memory, "host_memory": host_memory}
+    switches |= {f"{name}_bytes": parse_bytes(size, name) for name, size in sizes.items() if size is not None}
     torch_s_own = {name: given for name, given in switches.items() if isinstance(given, (torch.dtype, torch.device))}
     switches |= {name: str(given).removeprefix("torch.") for name, given in torch_s_own.items()}
     return load(model, configure(preset, **switches), revision)
