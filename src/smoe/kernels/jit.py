@@ -1,8 +1,9 @@
 """Compiles LLVM text to functions for this CPU, without an installed compiler.
 
-There are three ways, in this order:
+There are four ways, in this order:
 
     object code is in the user's cache      it is loaded into memory          `object_cache.py`, `machine_code.py`
+    it is being compiled ahead              as soon as another process has compiled it                    `ahead.py`
     LLVM is loaded in this process          it compiles here; the object code is stored in the cache and loaded
     else                                    another process compiles and then ends: LLVM would take 75 MiB of this one
 
@@ -16,17 +17,21 @@ import functools
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from smoe.cpu_isa import CPU_ISA, max_cpu_isa
 from smoe.garbage import collection_paused
-from smoe.kernels import compiler, machine_code, object_cache
+from smoe.kernels import ahead, compiler, machine_code, object_cache
 
 _kept: list[Any] = []
 """The owners of loaded machine code, which is never freed: callables may outlive other references to its owner, and
 daemon threads may still run it while Python ends and empties its modules."""
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept))
+
+_ahead: dict[bytes, Future[bytes | None]] = {}
+"""The object files that another process compiles or has compiled, by their keys in the cache."""
 
 
 class Source(NamedTuple):
@@ -154,10 +159,24 @@ def compile_functions(source: Source, signatures: Mapping[str, Sequence[type]]) 
     ]
 
 
+def compile_ahead(sources: Iterable[Source]) -> None:
+    """Begin to compile, in another process, those of the sources that are not in the user's cache. The arguments of the
+    sources must be picklable. Without effect on systems where smoe cannot load object code itself."""
+    if not machine_code.is_known() or not is_available():
+        return
+    features = _flattened(_features())
+    keys = {object_cache.key_of(llvmlite_version(), features, source.key): source for source in sources}
+    missing = {key: source for key, source in keys.items() if key not in _ahead and object_cache.CODE.read(key) is None}
+    if missing:
+        _ahead.update(ahead.begin(missing, features))
+
+
 def _image(source: Source, features: str) -> machine_code.Image:
     """Return the linked code of a module: from the cache, or compiled and stored in the cache."""
     key = object_cache.key_of(llvmlite_version(), features, source.key)
     known = object_cache.CODE.read(key)
+    if known is None and key in _ahead:
+        known = ahead.result_of(_ahead[key])
     if known is not None:
         return machine_code.linked(known)
     text = source.text()

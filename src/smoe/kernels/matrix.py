@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from smoe.bounds import BF16, INT8
 from smoe.formats.activations import fits as activations_fit
 from smoe.formats.base import Format
 from smoe.formats.interleaved import interleaved, words_of
+from smoe.kernels import jit
 from smoe.kernels.byte_layout import Layout
 from smoe.kernels.isa import Isa, cpu_prefetches_rows, widest
 from smoe.kernels.jit import Source, address_of, compile_functions
@@ -117,18 +118,39 @@ def added_rows(activations: str) -> int:
     return address
 
 
-def _compiled(form: Format, isa: Isa, activations: str) -> Products:
+def compile_ahead(forms: Iterable[Format], activations: str) -> None:
+    """Begin to compile the machine code of these formats, which `products_of` will return, in another process.
+    `activations`: the type to which rows of activations will be rounded."""
+    isa, plain = widest(activations), widest()
+    if isa is None or plain is None:
+        return
+    different = list(dict.fromkeys(forms))
+    layouts = dict.fromkeys([*different, *(in_memory(form, 0, activations) for form in different)])
+    sources = [_source_of(form, isa, activations) for form in layouts]
+    jit.compile_ahead([*sources, *(_source_of(form, plain, BF16) for form in different)])
+
+
+def _source_of(form: Format, isa: Isa, activations: str) -> Source:
+    """Return the source of a format's products."""
     from smoe.kernels import quantised  # requires llvmlite, which is optional
 
     if activations == INT8 and activations_fit(form):
+        return Source(quantised.byte_module_of, (form, isa))
+    return Source(quantised.module_of, ((form,), isa))
+
+
+def _compiled(form: Format, isa: Isa, activations: str) -> Products:
+    from smoe.kernels import quantised  # requires llvmlite, which is optional
+
+    source = _source_of(form, isa, activations)
+    if activations == INT8 and activations_fit(form):
         layout = Layout.of(form)
-        names = quantised.byte_names(form)
-        rows, gated_rows, products, last = _addresses(Source(quantised.byte_module_of, (form, isa)), names)
+        rows, gated_rows, products, last = _addresses(source, quantised.byte_names(form))
         if form.rows > 1:
             return Products((), None, ByteFunctions(layout, rows, gated_rows, products, last))
         return Products((), last, ByteFunctions(layout, rows, gated_rows, products))
     names = [*(quantised.products_name(form, rows) for rows in _ROWS), quantised.unpack_name(form)]
-    one, two, four, unpack = _addresses(Source(quantised.module_of, ((form,), isa)), names)
+    one, two, four, unpack = _addresses(source, names)
     return Products((one, two, four), unpack)
 
 

@@ -6,7 +6,7 @@ begins when the previous one is complete.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -17,13 +17,18 @@ from smoe.bounds import EMULATED
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError, UnpreparedError
 from smoe.expert import EXACT, LOW
+from smoe.formats.registry import FORMATS
+from smoe.kernels import matrix
 from smoe.load.check_cluster import check_cluster
+from smoe.load.choose_kernel import is_native
 from smoe.load.device import choose_device
 from smoe.load.draft_model import placed_draft
 from smoe.load.draft_size import least_draft_bytes
+from smoe.load.experts_math import activations_of
 from smoe.load.ledger import demand_of, fit_context, open_store, outside_budget
 from smoe.machine.processor import set_compute_threads
 from smoe.memory.emulation import DeviceProfile, read_emulated
+from smoe.memory.quantised_store import QuantisedStore
 from smoe.memory.store import ExpertStore, StoredLayer
 from smoe.models.checkpoint import Checkpoint, local_checkpoint, whole_checkpoint
 from smoe.models.read_spec import read_spec, spec_of_whole
@@ -71,7 +76,21 @@ def resolve(model: str | Path, config: EngineConfig, revision: str | None) -> Re
     spec, config, fitted = fit_context(
         spec, config, lambda each: demand_of(each, config, device, stores[EXACT]), outside
     )
+    _compile_ahead(spec, config, list(stores.values()), device)
     return Resolved(checkpoint, spec, config, device, stored, stores, profile, outside, fitted)
+
+
+def _compile_ahead(
+    spec: LibrarySpec, config: EngineConfig, stores: Sequence[ExpertStore], device: torch.device
+) -> None:
+    """Begin to compile the kernels of the model's formats, if the CPU will use them."""
+    if not is_native(spec, config, device):
+        return
+    forms = [FORMATS[tensor.dtype] for tensor in spec.dense.values() if tensor.dtype in FORMATS]
+    for store in stores:
+        if isinstance(store, QuantisedStore):
+            forms += [stored.form for layer in store.layers for stored in store.matrices(layer)]
+    matrix.compile_ahead(forms, activations_of(config, spec.dtype.torch, device))
 
 
 def _open_checkpoint(
