@@ -17,26 +17,36 @@ class Machine:
         self.seconds, self.waited = 100.0, 7.0
         self.competition = Competition(lambda: self.waited, lambda: self.seconds)
 
-    def after(self, seconds: float, waited: float) -> bool:
+    def after(self, seconds: float, waited: float, is_prompt: bool = False) -> bool:
         self.seconds += seconds
         self.waited += waited
-        return self.competition.is_there()
+        return self.competition.is_there(is_prompt)
 
 
-def test_it_is_there_while_the_thread_waits_and_for_two_seconds_afterwards() -> None:
+@pytest.mark.parametrize(("is_prompt", "little", "much"), [(False, 0.2, 0.3), (True, 0.05, 0.1)])
+def test_it_is_there_while_the_thread_waits_and_for_two_seconds_afterwards(
+    is_prompt: bool, little: float, much: float
+) -> None:
     machine = Machine()
-    assert not machine.after(0.0, 0.0)
-    assert not machine.after(0.2, 0.016), "short jobs of others"
-    assert machine.after(0.2, 0.1), "half of a core"
+    assert not machine.after(0.0, 0.0, is_prompt)
+    assert not machine.after(1.0, little, is_prompt), "bursts of other work are less than half a core"
+    assert machine.after(1.0, much, is_prompt)
     for _ in range(3):
-        assert machine.after(0.5, 0.0), "it may have been avoided"
-    assert not machine.after(0.6, 0.0)
+        assert machine.after(0.5, 0.0, is_prompt), "it may have been avoided"
+    assert not machine.after(0.6, 0.0, is_prompt)
+
+
+def test_bursts_count_for_prompts_alone() -> None:
+    machine = Machine()
+    assert not machine.after(1.0, 0.15)
+    assert machine.after(0.0, 0.0, is_prompt=True)
+    assert not machine.after(0.0, 0.0)
 
 
 def test_a_short_time_is_not_judged() -> None:
     machine = Machine()
-    assert not machine.after(0.01, 0.01)
-    assert not machine.after(0.2, 0.0), "0.01 s of 0.21"
+    assert not machine.after(0.1, 0.1)
+    assert not machine.after(1.0, 0.0), "0.1 s of 1.1"
 
 
 @pytest.mark.parametrize("content", [None, b"", b"1 2", b"no numbers here"], ids=["no file", "empty", "two", "words"])

@@ -200,7 +200,7 @@ def test_the_last_helper_sleeps_while_another_program_computes(monkeypatch: pyte
     """Would catch a helper that takes units of a token, and one that is missing for prompts or after that program."""
     promised.needs_machine_code()
     is_busy = [True]
-    monkeypatch.setattr(spinning_pool.Competition, "is_there", lambda self: is_busy[0])
+    monkeypatch.setattr(spinning_pool.Competition, "is_there", lambda self, is_prompt: is_busy[0])
     with SpinningPool(3, has_bf16=False) as pool:
         alarms, rung = pool._alarms, set[int]()
 
@@ -234,6 +234,33 @@ def test_the_last_helper_sleeps_while_another_program_computes(monkeypatch: pyte
         pool.adapt(has_readers=False)
         assert woken() == {0, 1}
         pool.adapt(has_readers=True)
+
+
+@pytest.mark.parametrize("is_prompt", [False, True])
+def test_a_thread_that_waits_for_a_late_one_takes_naps(is_prompt: bool) -> None:
+    """Would catch a core that a spinning thread occupies while the thread with the last unit waits for one."""
+    promised.needs(jit.is_available(), "a compiler")
+    caller, both, naps = threading.get_ident(), threading.Barrier(2), set[tuple[bool, int]]()
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
+    def unit(arguments: int, number: int) -> None:
+        both.wait(10)
+        if threading.get_ident() != caller:
+            time.sleep(0.05)
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)
+    def nap(microseconds: int) -> int:
+        naps.add((threading.get_ident() == caller, microseconds))
+        time.sleep(0.001)
+        return 0
+
+    with SpinningPool(2, has_bf16=False) as pool:
+        pool._block[tasks.NAP] = jit.address_of(nap)
+        pool.adapt(has_readers=False, is_prompt=is_prompt)
+        pool.share(jit.address_of(unit), [], 2, is_long=True)
+        wait_until_asleep(pool)
+    assert naps - {(False, 50)} == (set() if is_prompt else {(True, 50)})
+    assert (False, 50) in naps, "a helper without work"
 
 
 def test_helpers_look_out_longer_where_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,11 @@ The memory that the threads share, in words of 8 bytes:
     finished    the number of finished units
     spare       the number of pieces of memory to prefetch (upper half), and the first that no thread has taken (lower
                 half): the next weights, for helpers that have nothing else to do
+    nap         the address of the C function `usleep`, or 0. A thread that waits for another thread calls it from the
+                number of ticks `late` on, and a helper without work from the number `idle` on. If another program has
+                the core of the thread that is waited for, the system moves that thread to the core that the nap leaves
+                idle. Beside a thread that only spins, it would wait for its turn
+    late, idle  numbers of ticks
     progress    counters for the caller, such as the number of finished units of an expert
     tasks       in the order in which their units are taken
     ranges      memory to prefetch: (first piece, address) of each range, with `NEVER` after the last
@@ -36,7 +41,7 @@ from typing import NamedTuple
 
 from smoe.cpu_isa import FAMILY
 
-OPEN, FINISHED, REACHED, NOWHERE, SPARE, PROGRESS = 0, 8, 9, 10, 11, 16
+OPEN, FINISHED, REACHED, NOWHERE, SPARE, NAP, LATE, IDLE, PROGRESS = 0, 8, 9, 10, 11, 12, 13, 14, 16
 """The indices of words in the header; `open` has a cache line of its own. The counter at `REACHED` is always 0,
 and that at `NOWHERE` is never read."""
 MOST_COUNTS = 144
@@ -46,7 +51,8 @@ MOST_TASKS = 8192
 RANGES = HEADER + MOST_TASKS * FIELDS
 MOST_RANGES = 8
 NEVER = (1 << 63) - 1
-"""A number of a piece at which no range begins. It ends the search for a range."""
+"""A number of a piece at which no range begins, which ends the search for a range; and a number of ticks that never
+pass."""
 WORDS = RANGES + 2 * MOST_RANGES + 1
 """The number of words in the shared memory."""
 PIECE = 4096

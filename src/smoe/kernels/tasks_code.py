@@ -20,6 +20,9 @@ from smoe.kernels.tasks import (
     FINISHED,
     GATE,
     HEADER,
+    IDLE,
+    LATE,
+    NAP,
     OPEN,
     PIECE,
     PRODUCT,
@@ -35,6 +38,8 @@ _STRIP = 32
 """The number of outputs that are computed for all rows before the following ones, so that their weights stay in the
 second-level cache."""
 _LOWER = (1 << 32) - 1
+_NAP_MICROSECONDS = 50
+"""The time for which a thread sleeps that has waited too long. With the system's own delays it is some 0.1 ms."""
 _ARGUMENTS = FIELDS - 6
 """The index of a task's first argument among its fields."""
 
@@ -166,7 +171,7 @@ def _add_take(module: ir.Module, isa: Isa) -> None:
     build.position_at_end(mine)
     task, begin, outputs, size = _task_of(code, tasks_at, unit)
     wait_at, wait_for, count_at = _fields(code, task, 4, [POINTER, LONG, POINTER])
-    _wait(code, wait_at, lambda so_far: build.icmp_signed("<", so_far, wait_for))
+    _wait(code, block, wait_at, lambda so_far: build.icmp_signed("<", so_far, wait_for))
     end = code.smaller(build.add(begin, size), outputs)
     code.call("unit", [task, begin, end])
     for counter in (count_at, finished):
@@ -192,14 +197,29 @@ def _task_of(code: Code, tasks_at: Value, unit: Value) -> list[Value]:
     return found
 
 
-def _wait(code: Code, at: Value, is_short: Callable[[Value], Value]) -> None:
+def _wait(code: Code, block: Value, at: Value, is_short: Callable[[Value], Value]) -> None:
     """Wait while the number at an address is too small."""
+    since = _now(code)
 
     def pause(_: list[Value]) -> Sequence[Value]:
         _pause(code)
+        _nap_if_late(code, block, since, code.load(LONG, code.element(block, LONG, LATE), 8))
         return ()
 
     code.loop_while([], lambda _: is_short(code.observed(at)), pause)
+
+
+def _nap_if_late(code: Code, block: Value, since: Value, most: Value) -> None:
+    """Sleep for a moment if more than `most` ticks have passed since `since`, if the system has such a function."""
+    build, nap = code.build, code.load(POINTER, code.element(block, LONG, NAP), 8)
+    is_late = build.icmp_signed(">", build.sub(_now(code), since), most)
+    is_possible = build.icmp_unsigned("!=", build.ptrtoint(nap, LONG), code.number(0))
+
+    def sleep() -> Sequence[Value]:
+        code.call_at(nap, [code.number(_NAP_MICROSECONDS)])
+        return ()
+
+    code.either(build.and_(is_late, is_possible), (), sleep)
 
 
 def _add_work(module: ir.Module, isa: Isa) -> None:
@@ -211,7 +231,7 @@ def _add_work(module: ir.Module, isa: Isa) -> None:
     code.publish(code.number(0), finished)
     code.publish(build.shl(units, code.number(32)), opened)
     code.call("take", [block])
-    _wait(code, finished, lambda so_far: build.icmp_signed("!=", so_far, units))
+    _wait(code, block, finished, lambda so_far: build.icmp_signed("!=", so_far, units))
     code.publish(code.number(0), opened)
     code.end()
 
@@ -312,6 +332,7 @@ def _add_serve(module: ir.Module, isa: Isa) -> None:
     build.cbranch(code.call("fetch", [block]), look, pause)
     build.position_at_end(pause)
     _pause(code)
+    _nap_if_late(code, block, since, code.load(LONG, code.element(block, LONG, IDLE), 8))
     spent = build.sub(_now(code), since)
     build.cbranch(build.icmp_signed(">", spent, code.observed(patience_at)), done, look)
     build.position_at_end(done)
