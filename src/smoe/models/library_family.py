@@ -25,6 +25,7 @@ from transformers.models.auto.modeling_auto import (
 
 from smoe.errors import UnsupportedModelError
 from smoe.models.config_doubts import read_as
+from smoe.models.library_names import unknown_family
 
 
 def family_by_architecture(fields: Mapping[str, Any]) -> str | None:
@@ -58,11 +59,7 @@ def read_library_config(folder: Path, fields: Mapping[str, Any]) -> PretrainedCo
         config._name_or_path = str(folder)
         return config
     if fields.get("model_type") not in CONFIG_MAPPING:
-        own_code = ", and the repository's own code ('auto_map') is not executed" if fields.get("auto_map") else ""
-        raise UnsupportedModelError(
-            f"{folder / 'config.json'}: transformers has neither the family {fields.get('model_type')!r:.80} nor a "
-            f"class {fields.get('architectures')!r:.80}{own_code}; docs/families.md lists what works"
-        )
+        raise unknown_family(folder / "config.json", fields)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     return config
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from smoe.config import EngineConfig
-from smoe.errors import UnsupportedModelError
+from smoe.memory.checkpoint_json import read_object
 from smoe.models.described import Described, described_at
 from smoe.models.family_outline import outline_by_family, plain_config
 from smoe.models.files import described_place
 from smoe.models.finish_spec import choose_context, choose_dtype, finished
+from smoe.models.library_names import refuse_unknown_family
 from smoe.models.plain_config import UndescribedError
-from smoe.models.rough_size import rough_size
 from smoe.models.spec import ModelSpec, own_dtype
 
 
@@ -20,7 +20,7 @@ def model_sizes(model: str | Path, config: EngineConfig, revision: str | None = 
     """Return (the description of a model's files, its spec).
 
     If arithmetic is not sufficient, transformers' model is built without weights, which takes seconds and hundreds of
-    MiB.
+    MiB. Raise `UnsupportedModelError` for a model that smoe cannot run.
     """
     place = described_place(model, revision)
     try:
@@ -29,16 +29,13 @@ def model_sizes(model: str | Path, config: EngineConfig, revision: str | None = 
             described.experts(replace(spec, precision="auto"))  # this checks the non-expert weights too
         return described, spec
     except UndescribedError:
+        if place.is_dir():
+            path = place / "config.json"
+            refuse_unknown_family(path, read_object(path))
         from smoe.models.checkpoint import checkpoint_at
         from smoe.models.read_spec import read_spec
 
-        try:
-            return checkpoint_at(place), read_spec(place, config)
-        except UnsupportedModelError as error:
-            estimate = rough_size(described_at(place).fields()[1])
-            if estimate is None:
-                raise
-            raise UnsupportedModelError(f"{error}. For an estimate: {estimate}") from error
+        return checkpoint_at(place), read_spec(place, config)
 
 
 def by_arithmetic(place: Path, config: EngineConfig) -> tuple[Described, ModelSpec]:
