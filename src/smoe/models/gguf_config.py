@@ -69,7 +69,11 @@ _SPECIAL = {"bos_token_id": "tokenizer.ggml.bos_token_id", "pad_token_id": "toke
 def entries_of(header: GgufHeader, tensors: Mapping[str, StoredTensor]) -> Entries:
     """Return the metadata and tensors of a file. Raise `UnsupportedModelError` if smoe does not read its
     architecture."""
-    architecture = architecture_of(header)
+    return entries_named(header, architecture_of(header), tensors)
+
+
+def entries_named(header: GgufHeader, architecture: str, tensors: Mapping[str, StoredTensor]) -> Entries:
+    """Return the metadata and tensors of a file of any architecture."""
     prefix = f"{architecture}."
     values = {
         key.removeprefix(prefix): read_array(header, key) if isinstance(value, GgufArray) else value

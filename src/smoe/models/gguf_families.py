@@ -29,12 +29,12 @@ FAMILIES: Mapping[str, GgufFamily] = {
 }
 """{name of the architecture in a file: description of its family}."""
 
-_OTHER_TYPES = {
+OTHER_TYPES = {
     "adapter": "an adapter (LoRA) of one: give the model's own file",
     "imatrix": "an importance matrix (imatrix), by which one was quantised",
 }
 """{type of a GGUF file that is not a model: what it is}."""
-_OTHER_KINDS = {
+OTHER_KINDS = {
     "clip": "it is the part of another model that sees images (mmproj): give that model's own file",
     "deepseek2-ocr": "it reads images of texts",
     "dflash": "it is a draft model of another model: give that model's own file",
@@ -60,13 +60,13 @@ def architecture_of(header: GgufHeader) -> str:
     `NotMoEError` if it is an unknown one without experts."""
     metadata = header.metadata
     name, kind = metadata.get("general.architecture"), metadata.get("general.type")
-    if isinstance(kind, str) and kind in _OTHER_TYPES:
-        raise UnsupportedModelError(f"{header.path} is not a model, but {_OTHER_TYPES[kind]}")
+    if isinstance(kind, str) and kind in OTHER_TYPES:
+        raise UnsupportedModelError(f"{header.path} is not a model, but {OTHER_TYPES[kind]}")
     if not isinstance(name, str):
         raise CheckpointError(f"{header.path} does not state the architecture of its model; download it again")
     if name in FAMILIES:
         return name
-    reason = _OTHER_KINDS.get(name)
+    reason = OTHER_KINDS.get(name)
     if reason is None and not metadata.get(f"{name}.expert_count"):
         raise not_moe(header.path, name)
     reason = reason or _REFUSED.get(name)
@@ -76,8 +76,8 @@ def architecture_of(header: GgufHeader) -> str:
             "docs/families.md lists what works"
         )
     raise UnsupportedModelError(
-        f"{header.path} holds a model of the architecture {name!r:.80}; smoe reads GGUF files only of the "
-        f"architectures {', '.join(FAMILIES)}: try the model's safetensors release, which may be supported"
+        f"{header.path} holds a model of the architecture {name!r:.80}, which smoe does not read. docs/families.md "
+        "lists what works: try the model's safetensors release, which may be supported"
     )
 
 

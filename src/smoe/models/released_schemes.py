@@ -35,7 +35,7 @@ from smoe.models.hub import MODELOPT_FILE
 from smoe.models.module_names import in_decoder, is_named
 
 _KEYS = ("quantization_config", "compression_config")
-_TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
+TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 """Names of the language model's configuration within that of a multimodal model."""
 
 
@@ -65,7 +65,7 @@ def stated_quantisation(config_place: Path) -> Stated | None:
 
 def stated_in(config: Mapping[str, Any], place: Path) -> Stated | None:
     """Return the quantization settings in a configuration itself, or None if there are none."""
-    texts = [config[key] for key in _TEXT_CONFIGS if isinstance(config.get(key), dict)]
+    texts = [config[key] for key in TEXT_CONFIGS if isinstance(config.get(key), dict)]
     for each_config in (config, *texts):
         fields = next(
             (each_config[key] for key in _KEYS if isinstance(each_config.get(key), dict) and each_config[key]), None
