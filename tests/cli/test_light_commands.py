@@ -16,6 +16,7 @@ import typer
 
 from smoe.cli import app
 from tests import gguf_toy, zoo
+from tests.rough_toys import new_folder, new_gguf
 
 HEAVY = ("torch", "transformers", "tokenizers", "safetensors", "fastapi", "ray")
 PROGRAM = """
@@ -75,6 +76,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[str], int, 
     zoo.make("qwen3_next").config.save_pretrained(bare)
     toys = [gguf_toy.write(folder / "toy.gguf", gguf_toy.make("qwen3_moe")), zoo.save("mixtral", folder / "toy"), bare]
     plans = [*PLANS, *(["plan", str(toy), "--memory", "64MiB"] for toy in toys)]
+    plans += [["plan", str(new_folder(folder / "new"))], ["plan", str(new_gguf(folder / "new.gguf"))]]
     lines = [*helps(), *REFUSED, *plans]
     program = PROGRAM.replace("HEAVY", repr(HEAVY))
     environment = {"XDG_CACHE_HOME": str(folder / "cache"), "HOME": str(folder), "PATH": "/usr/bin:/bin"}

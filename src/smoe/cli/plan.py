@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from rich.markup import escape
+
 from smoe.bounds import EMULATED
 from smoe.cli.options import Debug, EngineOptions, Json, Model
 from smoe.cli.settings import SERVED_SEQUENCES
 from smoe.config import EngineConfig
 from smoe.garbage import collection_paused
-from smoe.policy.budget import minimum_bytes
+from smoe.policy.budget import full_bytes, minimum_bytes
 from smoe.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -71,7 +73,8 @@ def command(engine: MachineOptions, model: Model = "demo", json: Json = False, d
 
     Prints how the memory is divided, how many experts stay in memory, and the expected speed. The forecast simulates
     smoe's own decisions on this machine, or on that of --profile. It also shows what other budgets, presets, precisions
-    and a faster disk would achieve, and the command to type.
+    and a faster disk would achieve, and the command to type. For a model that smoe cannot run, it prints the reason
+    and a short plan with rough figures.
     """
     from smoe.cli.console import doing, note, print_json
 
@@ -83,13 +86,14 @@ def command(engine: MachineOptions, model: Model = "demo", json: Json = False, d
     if json:
         from smoe.report.usual_text import usual_slots
 
-        command_line = None if result.outlook is None else _command(result.model, result.outlook)
+        outlook = result.outlook if result.obstacle is None else None
+        command_line = None if outlook is None else _command(result.model, outlook)
         print_json(result.as_json() | {"usual_slots": usual_slots(result.ledger), "command": command_line})
         return
     _print(result)
     for line in result.remarks:
         note(line)
-    if config.max_sequences == 1 and result.ledger.resident_share < 1:
+    if config.max_sequences == 1 and result.ledger.resident_share < 1 and result.obstacle is None:
         note(
             f"this plan is for one sequence at a time; smoe serve reserves memory for {SERVED_SEQUENCES} "
             f"sequences: to plan for smoe serve, add --max-sequences {SERVED_SEQUENCES}"
@@ -97,12 +101,57 @@ def command(engine: MachineOptions, model: Model = "demo", json: Json = False, d
 
 
 def _print(result: Forecast) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
     from smoe.cli.console import as_options, output
 
     console = output()
+    if result.obstacle is not None:
+        _print_rough(result, result.obstacle, console)
+        return
+    _print_budget(result, console)
+    if result.outlook is not None:
+        _print_expected(result.outlook, console)
+    _print_choices(result, console)
+    if result.outlook is not None and result.outlook.others:
+        _print_others(result.outlook, console)
+    console.print("\n".join(["", *_recommended(result)]), soft_wrap=True)
+    if result.outlook is not None:
+        console.print(f"[bold]{escape(_command(result.model, result.outlook))}[/bold]", soft_wrap=True)
+        for line in [*_lacking(result.outlook), *result.outlook.warnings]:
+            console.print(f"[yellow]{escape(as_options(line))}[/yellow]", soft_wrap=True)
+        _print_plainly(result.outlook, console)
+
+
+def _print_rough(result: Forecast, obstacle: str, console: Console) -> None:
+    """Print a short plan of a model that smoe cannot run, with rough figures, and without commands."""
+    from smoe.cli.console import as_options
+
+    heading = f"[bold]smoe cannot run this model:[/bold] {escape(as_options(obstacle))}"
+    console.print(f"{heading}\n[bold]If it could, about:[/bold]\n", soft_wrap=True)
+    _print_budget(result, console)
+    if result.outlook is not None:
+        _print_expected(result.outlook, console)
+    experts, others = format_bytes(result.spec.experts_bytes), format_bytes(result.spec.weights_bytes)
+    least, full = (format_bytes(size(result.ledger.demand)) for size in (minimum_bytes, full_bytes))
+    console.print(
+        f"All experts together take {experts}, the other weights {others}. The least budget that works is {least}; the "
+        f"whole model fits in {full}.",
+        soft_wrap=True,
+        highlight=False,
+    )
+    if result.outlook is not None:
+        _print_plainly(result.outlook, console)
+
+
+def _print_plainly(outlook: Outlook, console: Console) -> None:
+    """Print the last lines of a plan: the expected speed, and what it means for an answer."""
+    expected = f"{_expected(outlook, outlook.asked.run)} tokens/s"
+    console.print(f"Expect [bold]{expected}[/bold]. {outlook.plainly()}", soft_wrap=True, highlight=False)
+
+
+def _print_budget(result: Forecast, console: Console) -> None:
+    """Print the size of the model, how many experts fit in memory, and what takes the memory budget."""
+    from rich.table import Table
+
     console.print(f"[bold]{escape(result.model)}[/bold]  {escape(_size(result))}", soft_wrap=True)
     console.print("\n[bold]experts in memory[/bold]  " + "\n".join(_experts(result.ledger)), soft_wrap=True)
     console.print(f"\n[bold]a budget of {format_bytes(result.ledger.budget_bytes)}[/bold] ({result.reason})")
@@ -122,8 +171,12 @@ def _print(result: Forecast) -> None:
         whole = result.ledger.total_bytes + outside
         budget.add_row("[bold]whole process at most[/bold] (--process-memory)", f"[bold]{format_bytes(whole)}[/bold]")
     console.print(budget)
-    if result.outlook is not None:
-        _print_expected(result.outlook, console)
+
+
+def _print_choices(result: Forecast, console: Console) -> None:
+    """Print the forecasts for other memory budgets."""
+    from rich.table import Table
+
     console.print("\n[bold]other budgets[/bold]")
     choices = Table(**_STYLE)
     for heading in ("budget", "always in memory", result.moved, "tokens/s", "remark"):
@@ -140,15 +193,6 @@ def _print(result: Forecast) -> None:
             style="bold" if is_chosen else None,
         )
     console.print(choices)
-    if result.outlook is not None and result.outlook.others:
-        _print_others(result.outlook, console)
-    console.print("\n".join(["", *_recommended(result)]), soft_wrap=True)
-    if result.outlook is not None:
-        console.print(f"[bold]{escape(_command(result.model, result.outlook))}[/bold]", soft_wrap=True)
-        for line in [*_lacking(result.outlook), *result.outlook.warnings]:
-            console.print(f"[yellow]{escape(as_options(line))}[/yellow]", soft_wrap=True)
-        expected = f"{_expected(result.outlook, result.outlook.asked.run)} tokens/s"
-        console.print(f"Expect [bold]{expected}[/bold]. {result.outlook.plainly()}", soft_wrap=True, highlight=False)
 
 
 def _print_expected(outlook: Outlook, console: Console) -> None:

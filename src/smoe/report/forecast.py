@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from smoe.bounds import EMULATED
 from smoe.config import EngineConfig
-from smoe.errors import ConfigError
+from smoe.errors import BudgetError, ConfigError
 from smoe.load.device import device_for
 from smoe.load.learned import expected_bytes, predictor_name
 from smoe.load.ledger import (
@@ -39,6 +39,7 @@ from smoe.memory.emulation import read_profile
 from smoe.models.config_doubts import doubts_of_files
 from smoe.models.described import Described
 from smoe.models.model_sizes import model_sizes
+from smoe.models.planned_model import PlannedModel, planned_model
 from smoe.models.spec import ModelSpec
 from smoe.policy.budget import Demand, Ledger, allocate, full_bytes, minimum_bytes
 from smoe.policy.registry import DRAFT
@@ -130,6 +131,8 @@ class Forecast:
     memory."""
     outlook: Outlook | None
     """The simulated forecast; None if the rate of loading experts is unknown."""
+    obstacle: str | None = None
+    """Why smoe cannot run the model; None if it can. All figures of a model that smoe cannot run are rough."""
 
     @property
     def moved(self) -> str:
@@ -141,6 +144,8 @@ class Forecast:
         spec, ledger, floor = self.spec, self.ledger, self.chosen.uniform.floor
         return {
             "model": self.model,
+            "can_run": self.obstacle is None,
+            "cannot_run_because": self.obstacle,
             "model_type": spec.config.model_type,
             "dtype": str(spec.dtype),
             "moe_layers": len(spec.sites),
@@ -200,6 +205,8 @@ class Survey(NamedTuple):
     remarks: list[str]
     subject: Subject | None
     """The model, settings and machine to simulate; None if the rate of loading experts is unknown."""
+    obstacle: str | None = None
+    """Why smoe cannot run the model; None if it can."""
 
 
 def foretell(model: str, config: EngineConfig, revision: str | None = None) -> Case | None:
@@ -211,15 +218,22 @@ def foretell(model: str, config: EngineConfig, revision: str | None = None) -> C
 
 def forecast(model: str, config: EngineConfig, revision: str | None = None) -> Forecast:
     """Return the forecast of `smoe plan` for a model. Only the config and, if present, the headers of the weights are
-    read."""
-    survey = survey_of(model, config, revision)
+    read.
+
+    For a model that smoe cannot run, return a rough forecast without other budgets, presets and precisions. Raise
+    `UnsupportedModelError` if the files lack the sizes for that, and `BudgetError` if the budget is too small.
+    """
+    survey = survey_of(model, config, revision, may_be_rough=True)
     spec, ledger, device, is_emulated = survey.spec, survey.ledger, survey.device, survey.is_emulated
     choose = functools.partial(_choice, spec, rates=survey.rates, device=device, is_emulated=is_emulated)
     chosen = choose(ledger)
     divide = functools.partial(_divided, ledger.demand, config=config, device=device)
-    others = [choose(divide(size)) for size in _other_budgets(ledger)]
+    is_rough = survey.obstacle is not None
+    others = [] if is_rough else [choose(divide(size)) for size in _other_budgets(ledger)]
     choices = sorted([chosen, *others], key=lambda choice: choice.ledger.budget_bytes)
-    recommended = None if is_emulated else _recommend(ledger.demand, device, lambda size: choose(divide(size)))
+    recommended = (
+        None if is_emulated or is_rough else _recommend(ledger.demand, device, lambda size: choose(divide(size)))
+    )
     has_own_memory = is_emulated or device.type != "cpu"
     outside = {} if has_own_memory else survey.outside
     remarks = of_machine(survey.rates, is_emulated) + [_ESTIMATE] * survey.is_estimate
@@ -229,17 +243,43 @@ def forecast(model: str, config: EngineConfig, revision: str | None = None) -> F
     if survey.subject is not None:
         ledgers = [choice.ledger for choice in choices]
         best = None if recommended is None else recommended.choice.ledger
-        outlook = outlook_of(survey.subject, ledger, ledgers, best, is_here=device.type == "cpu" and not is_emulated)
+        is_here = device.type == "cpu" and not is_emulated
+        outlook = outlook_of(survey.subject, ledger, ledgers, best, is_here=is_here, is_rough=is_rough)
     return Forecast(
         model, spec, ledger, survey.reason, chosen, choices, survey.rates, is_emulated, recommended, remarks, outside,
-        outlook,
+        outlook, survey.obstacle,
     )  # fmt: skip
 
 
-def survey_of(model: str, config: EngineConfig, revision: str | None) -> Survey:
+def survey_of(model: str, config: EngineConfig, revision: str | None, may_be_rough: bool = False) -> Survey:
     """Return what a simulation needs: how the memory budget is divided for this model (from its config), and the
-    machine's rates of reading, copying and computing. Raises `ConfigError` for settings that cannot be simulated."""
+    machine's rates of reading, copying and computing.
+
+    Raises `ConfigError` for settings that cannot be simulated. `may_be_rough`: whether a model that smoe cannot run is
+    surveyed by rough sizes; otherwise `UnsupportedModelError` is raised.
+    """
     device = device_for(config)
+    _check_simulated(config)
+    planned = (planned_model if may_be_rough else _runnable)(model, config, revision)
+    try:
+        return _surveyed(model, config, device, planned)
+    except BudgetError as error:
+        if planned.obstacle is None:
+            raise
+        raise BudgetError(
+            f"smoe cannot run this model: {planned.obstacle}. If it could, {error}",
+            setting=error.setting,
+            given=error.given,
+            allowed=error.allowed,
+        ) from error
+
+
+def _runnable(model: str, config: EngineConfig, revision: str | None) -> PlannedModel:
+    return PlannedModel(*model_sizes(model, config, revision))
+
+
+def _check_simulated(config: EngineConfig) -> None:
+    """Raise `ConfigError` for settings that cannot be simulated."""
     if config.cluster is not None or config.placement is not None:
         preset = preset_of(config)
         has = f"`placement={config.placement}`" if preset == "own" else f"`preset={preset}`"
@@ -259,10 +299,15 @@ def survey_of(model: str, config: EngineConfig, revision: str | None) -> Survey:
             given=DRAFT,
             allowed="another predictor in a plan",
         )
+
+
+def _surveyed(model: str, config: EngineConfig, device: AnyDevice, planned: PlannedModel) -> Survey:
+    """Return what a simulation needs for a model whose sizes are known. Raise `BudgetError` if the budget is too
+    small."""
+    checkpoint, spec, obstacle = planned
     profile = read_profile(config.profile) if config.device == EMULATED else None
     if profile is not None and profile.device_memory_bytes is not None and config.resident_share is None:
         config = replace(config, memory_bytes=config.memory_bytes or less_margin(int(profile.device_memory_bytes)))
-    checkpoint, spec = model_sizes(model, config, revision)
     store = open_if_here(checkpoint, spec, device)
     outside = outside_budget(spec, config)
     spec, config, fitted = fit_context(
@@ -290,13 +335,13 @@ def survey_of(model: str, config: EngineConfig, revision: str | None) -> Survey:
             return _divided(spec.demand(config), nbytes, config, device)
 
         subject = Subject(model, checkpoint, spec, config, machine, dense, guess, pace, divide, is_direct, unlearned)
-        if device.type == "cpu" and not is_emulated:
+        if device.type == "cpu" and not is_emulated and obstacle is None:
             decided = [
                 *decided,
                 *of_earlier_runs(checkpoint.place, arithmetic_of(config, spec.precision), access_of(ledger, is_direct)),
             ]
-    is_estimate = store is None and spec.precision == "auto"
-    return Survey(spec, ledger, reason, outside, rates, device, is_emulated, is_estimate, decided, subject)
+    is_estimate = store is None and spec.precision == "auto" and obstacle is None
+    return Survey(spec, ledger, reason, outside, rates, device, is_emulated, is_estimate, decided, subject, obstacle)
 
 
 def _decided(

@@ -261,10 +261,19 @@ def with_preset(config: EngineConfig, preset: str, precision: str) -> EngineConf
 
 
 def outlook_of(
-    subject: Subject, ledger: Ledger, budgets: Sequence[Ledger], recommended: Ledger | None, is_here: bool
+    subject: Subject,
+    ledger: Ledger,
+    budgets: Sequence[Ledger],
+    recommended: Ledger | None,
+    is_here: bool,
+    is_rough: bool = False,
 ) -> Outlook:
-    """Return the forecast with all its alternatives, whose simulations take some seconds. `budgets`: the budgets to
-    compare, including `ledger`. `is_here`: whether the machine is this one, so that runs can improve the forecast."""
+    """Return the forecast with all its alternatives, whose simulations take some seconds.
+
+    `budgets`: the budgets to compare, including `ledger`. `is_here`: whether the machine is this one, so that runs can
+    improve the forecast. `is_rough`: whether the sizes are rough, so that speeds are wide ranges, and presets and
+    precisions are not compared.
+    """
     asked, scene = subject.case(ledger)
     compared, known = replace(scene, is_compared=True), {ledger.pools: asked}
 
@@ -274,7 +283,7 @@ def outlook_of(
             known[budget.pools] = subject.case(budget, is_compared=True)[0]
         return replace(known[budget.pools], budget_bytes=budget.budget_bytes, resident_share=budget.resident_share)
 
-    spread = UNTAUGHT_SPEEDS if is_here and not asked.is_taught else (1.0, 1.0)
+    spread = UNTAUGHT_SPEEDS if is_rough or (is_here and not asked.is_taught) else (1.0, 1.0)
     return Outlook(
         machine=subject.machine,
         asked=asked,
@@ -283,7 +292,7 @@ def outlook_of(
         long_prompt_seconds=(
             prompt_seconds(scene, LONG_PROMPT_TOKENS) if subject.spec.context_tokens >= LONG_PROMPT_TOKENS else None
         ),
-        others=list(_others(subject, ledger, asked)),
+        others=[] if is_rough else list(_others(subject, ledger, asked)),
         curve=[asked if each is ledger else case(each) for each in budgets],
         recommended=None if recommended is None else case(recommended),
         settings=_settings(subject, ledger, asked),
