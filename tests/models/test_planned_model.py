@@ -6,6 +6,7 @@ same fields, and rough figures of a model that smoe can run.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,7 @@ def test_a_budget_that_is_too_small_names_both_reasons(tmp_path: Path) -> None:
 
 def test_names_in_the_files_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an import of transformers."""
-    monkeypatch.delitem(__import__("sys").modules, "transformers")
+    monkeypatch.delitem(sys.modules, "transformers")
     place = tmp_path / "config.json"
     for known in ({"model_type": "jamba"}, {"model_type": "xverse"}, {"model_type": "glm5_next_text"}):
         refuse_unknown_family(place, known)

@@ -7,17 +7,27 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from smoe.errors import BudgetError, CheckpointError, ClusterError, ConfigError, ModelError, UnpreparedError
+from smoe.errors import (
+    BudgetError,
+    CheckpointError,
+    ClusterError,
+    ConfigError,
+    ModelError,
+    UnpreparedError,
+    UnsupportedModelError,
+)
 from smoe.load.pretrained import load
 from smoe.presets import configure
 from smoe.report.early_refusal import refuse_early, refuse_empty_prompts
 from tests import gguf_toy
 from tests.packs import pack_folder
+from tests.rough_toys import new_folder
 
 CASES = ["demo", "mixtral", "gpt_oss", "gguf"]
 
@@ -77,6 +87,16 @@ def test_what_loading_has_to_decide_is_left_to_it(model: str, switches: dict[str
 def test_a_family_that_only_the_library_knows(toy: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "jamba"}')
     refuse_early(str(tmp_path), configure(memory_bytes=1 << 18, device="cpu"))
+
+
+def test_a_family_that_the_library_lacks_is_refused_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = new_folder(tmp_path)
+    with monkeypatch.context() as changed, pytest.raises(UnsupportedModelError) as early:
+        changed.delitem(sys.modules, "transformers")
+        refuse_early(str(place), configure())
+    with pytest.raises(UnsupportedModelError) as late:
+        load(place, configure())
+    assert str(early.value) == str(late.value)
 
 
 def test_no_model_is_said_first() -> None:

@@ -18,6 +18,7 @@ from smoe.models.described import described_at
 from smoe.models.family_outline import plain_config
 from smoe.models.files import local_place
 from smoe.models.finish_spec import choose_context
+from smoe.models.library_names import refuse_unknown_family
 from smoe.models.model_sizes import by_arithmetic
 from smoe.models.packed import not_packed, pack_path
 from smoe.models.plain_config import UndescribedError
@@ -30,11 +31,11 @@ _WITHOUT_TOKENS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 def refuse_early(model: str, config: EngineConfig) -> None:
     """Raise the error that loading would raise, but sooner: for a cluster that does not exist; and if the model is
-    local, for files that are missing or of another kind, for a context that the model does not have, for a precision in
-    which it is not packed, and for a budget that does not hold it.
+    local, for files that are missing or of another kind, for a family that transformers lacks, for a context that the
+    model does not have, for a precision in which it is not packed, and for a budget that does not hold it.
 
-    The check covers only model families and settings that need no library. If the budget is sufficient, weight files
-    are not read.
+    The other checks cover only model families and settings that need no library. If the budget is sufficient, weight
+    files are not read.
     """
     check_cluster(config)
     place = local_place(model)
@@ -49,7 +50,8 @@ def refuse_early(model: str, config: EngineConfig) -> None:
         if config.memory_bytes is not None and _decides_alone(config):
             _refuse_budget(place, config, config.memory_bytes)
     except UndescribedError:
-        return
+        if place.is_dir():
+            refuse_unknown_family(place / "config.json", read_object(place / "config.json"))
 
 
 def _refuse_missing_packs(place: Path, config: EngineConfig) -> None:
