@@ -113,6 +113,7 @@ def test_sizes_that_are_assumed_are_remarks(tmp_path: Path) -> None:
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, (8, 8.6)),
         ({"quant_method": "strange", "bits": 4}, (4, 4.6)),
         ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, (8, 8.6)),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True}, (4, 4.6)),
         ({"quant_method": "strange"}, (16, 16)),
     ],
 )

@@ -22,7 +22,11 @@ def model_sizes(model: str | Path, config: EngineConfig, revision: str | None = 
     If arithmetic is not sufficient, transformers' model is built without weights, which takes seconds and hundreds of
     MiB. Raise `UnsupportedModelError` for a model that smoe cannot run.
     """
-    place = described_place(model, revision)
+    return sizes_at(described_place(model, revision), config)
+
+
+def sizes_at(place: Path, config: EngineConfig) -> tuple[Described, ModelSpec]:
+    """Return what `model_sizes` returns, for the model in a folder or GGUF file."""
     try:
         described, spec = by_arithmetic(place, config)
         if described.has_weights():

@@ -12,7 +12,7 @@ from smoe.memory.gguf_header import is_gguf
 from smoe.models.described import Described
 from smoe.models.files import described_place
 from smoe.models.finish_spec import choose_context, choose_dtype, finished
-from smoe.models.model_sizes import model_sizes
+from smoe.models.model_sizes import sizes_at
 from smoe.models.outline import Outline
 from smoe.models.plain_config import PlainConfig
 from smoe.models.spec import ModelSpec, own_dtype
@@ -47,13 +47,14 @@ def planned_model(model: str | Path, config: EngineConfig, revision: str | None 
     Raise `NotMoEError` for a dense model, and `UnsupportedModelError` for a model that smoe cannot run and whose files
     lack a size.
     """
+    place = described_place(model, revision)
     try:
-        return PlannedModel(*model_sizes(model, config, revision))
+        return PlannedModel(*sizes_at(place, config))
     except UnsupportedModelError as error:
         if config.images:
             raise
         try:
-            return _roughly(described_place(model, revision), config, str(error).rstrip("."))
+            return _roughly(place, config, str(error).rstrip("."))
         except LackingSizesError as lacking:
             raise UnsupportedModelError(f"{error}. smoe cannot estimate its speed either: {lacking}") from error
 

@@ -56,7 +56,8 @@ class RoughFolder(SafetensorsSizes):
         if spec.precision != "auto":
             return bytes_in_precision(spec)
         try:
-            if self._stated is None or self._has_mxfp4 or self._scheme is not None:
+            is_read = self._scheme is not None and not self._scheme.is_reordered
+            if self._stated is None or self._has_mxfp4 or is_read:
                 return super().quantised_bytes(spec)
         except (CheckpointError, UnsupportedModelError):
             pass  # quantized in a way that smoe does not read
