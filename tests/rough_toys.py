@@ -26,8 +26,14 @@ def new_folder(folder: Path, **more: Any) -> Path:
     return Published({name: value for name, value in fields.items() if value is not None}).write(folder)
 
 
-def new_gguf(path: Path, architecture: str = "foomoe", entries: Mapping[str, int] | None = None) -> Path:
-    """A GGUF file of an architecture that does not exist: its header, and a hole where the data would be."""
+def new_gguf(
+    path: Path,
+    architecture: str = "foomoe",
+    entries: Mapping[str, Any] | None = None,
+    more: Mapping[str, list[Any]] | None = None,
+) -> Path:
+    """A GGUF file of an architecture that does not exist: its header, and a hole where the data would be. Entries are
+    whole numbers or lists, and zero leaves one out. `more`: lists whose names do not begin with the architecture."""
     writer = gguf.GGUFWriter(path, architecture)
     stated = {
         "block_count": LAYERS,
@@ -39,8 +45,12 @@ def new_gguf(path: Path, architecture: str = "foomoe", entries: Mapping[str, int
         "expert_used_count": 2,
     }
     for name, value in {**stated, **(entries or {})}.items():
-        if value:
+        if isinstance(value, list):
+            writer.add_array(f"{architecture}.{name}", value)
+        elif value:
             writer.add_uint32(f"{architecture}.{name}", value)
+    for name, listed in (more or {}).items():
+        writer.add_array(name, listed)
     _add(writer, "token_embd.weight", (VOCABULARY, HIDDEN), Type.Q8_0)
     _add(writer, "output.weight", (VOCABULARY, HIDDEN), Type.Q8_0)
     for layer in range(LAYERS):

@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 
 from smoe.errors import BudgetError, ModelError, NotMoEError, UnsupportedModelError
+from smoe.memory.dtypes import BY_NAME
 from smoe.models.library_names import refuse_unknown_family
 from smoe.models.model_sizes import model_sizes
 from smoe.models.planned_model import planned_model
+from smoe.models.spec import own_dtype
+from smoe.models.usual_fields import usual_config
 from smoe.presets import configure
 from smoe.report.forecast import forecast
 from tests import gguf_toy
@@ -39,6 +42,16 @@ KNOWN = {
     "minimax_m2": MINIMAX_M2,
     "mixtral": MIXTRAL,
     "qwen3_moe": QWEN3_30B,
+}
+W4A8: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {
+        "group_0": {
+            "input_activations": {"num_bits": 8, "type": "int"},
+            "weights": {"num_bits": 4, "type": "int", "strategy": "channel"},
+        }
+    },
 }
 LONGCAT: dict[str, Any] = {
     "model_type": "longcat_flash",
@@ -115,6 +128,21 @@ def test_sizes_that_are_assumed_are_remarks(tmp_path: Path) -> None:
         ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, (8, 8.6)),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True}, (4, 4.6)),
         ({"quant_method": "strange"}, (16, 16)),
+        ({"load_in_4bit": True, "bnb_4bit_quant_storage": "uint8", "llm_int8_threshold": 6.0}, (4, 4.6)),
+        ({"load_in_4bit": False, "load_in_8bit": True, "bnb_4bit_quant_type": "fp4"}, (8, 8.6)),
+        (W4A8, (4, 4.6)),
+        ({"quant_method": "exl2", "bits": 6.0}, (8, 8.6)),
+        ({"quant_method": "exl2", "bits": 5}, (4, 4.6)),
+        ({"quant_method": "strange", "bits": 1}, (2, 3.1)),
+        ({"quant_method": "strange", "bits": "4"}, (4, 4.6)),
+        ({"quant_method": "strange", "bits": 16}, (16, 16)),
+        ({"quant_method": "strange", "w_bit": 3}, (3, 3.6)),
+        ({"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 2}}}, (2, 3.1)),
+        ({"quant_method": "quanto", "activations": "int8", "weights": "int4"}, (4, 4.6)),
+        ({"quant_method": "torchao", "quant_type": "int8_dynamic_activation_int4_weight"}, (4, 4.6)),
+        ({"quant_method": "strange", "quant_algo": "W4A8_AWQ", "kv_cache_quant_algo": "FP8"}, (4, 4.6)),
+        ({"quant_method": "strange", "bits": 4, "dynamic": {"+:.*q_proj": {"bits": 8}}}, (4, 4.6)),
+        ({"quant_method": "strange", "bits": True, "num_bits": [4], "w_bit": "x", "nbits": -4}, (16, 16)),
     ],
 )
 def test_experts_of_any_quantisation_have_about_its_bits(
@@ -124,11 +152,62 @@ def test_experts_of_any_quantisation_have_about_its_bits(
     assert bits[0] <= 8 * spec.expert_bytes / (3 * 2048 * 768) <= bits[1]
 
 
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_the_quantisation_of_the_language_model_is_read(key: str, tmp_path: Path) -> None:
+    settings = {"quant_method": "strange", "bits": 4}
+    top = planned_model(new_folder(tmp_path / "top", **{key: settings}), CONFIG).spec
+    fields = {**QWEN36_35B, **NEW_FAMILY}
+    fields["text_config"] = {**fields["text_config"], key: settings}
+    nested = planned_model(Published(fields).write(tmp_path / "nested"), CONFIG).spec
+    assert top.stored_bytes is not None and nested.stored_bytes is not None
+
+
+def test_an_unknown_number_of_bits_is_a_remark(tmp_path: Path) -> None:
+    folders = [
+        new_folder(tmp_path / str(number), **more)
+        for number, more in enumerate(
+            [
+                {"quantization_config": {"quant_method": "strange"}},
+                {"quantization_config": {"quant_method": "strange", "bits": 4}},
+                {"quantization_config": {"quant_method": "strange", "bits": 16}},
+                {},
+            ]
+        )
+    ]
+    remarks = [" ".join(planned_model(folder, CONFIG).spec.doubts) for folder in folders]
+    assert ["do not say with how many bits" in each for each in remarks] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("dtype", [["a"], {"a": 1}, 5])
+def test_a_dtype_that_is_no_name_is_absent(dtype: Any, tmp_path: Path) -> None:
+    fields, own = usual_config("newmoe", {**QWEN3_30B, "torch_dtype": dtype, "dtype": dtype})[0], BY_NAME["bfloat16"]
+    assert own_dtype(fields) == own
+    assert planned_model(new_folder(tmp_path, torch_dtype=dtype), CONFIG).spec.own_dtype == own
+
+
 @pytest.mark.parametrize("lacking", ["num_hidden_layers", "hidden_size", "num_experts", "num_experts_per_tok"])
 def test_a_missing_field_is_named(lacking: str, tmp_path: Path) -> None:
     words = f"neither the family 'newmoe'.* cannot estimate its speed either: config.json lacks the field '{lacking}'"
     with pytest.raises(UnsupportedModelError, match=words):
         planned_model(new_folder(tmp_path, **{lacking: None}), CONFIG)
+
+
+def test_a_dense_model_of_an_unknown_family_seems_to_have_no_experts(tmp_path: Path) -> None:
+    dense = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    words = "neither the family 'newmoe'.* seems to have no experts, and smoe is for Mixture-of-Experts models"
+    with pytest.raises(UnsupportedModelError, match=words):
+        planned_model(Published(dense | NEW_FAMILY).write(tmp_path / "dense"), CONFIG)
+    with pytest.raises(UnsupportedModelError) as raised:
+        planned_model(new_folder(tmp_path / "lacking", num_experts_per_tok=None), CONFIG)
+    assert "seems to have no experts" not in str(raised.value)
+
+
+def test_sizes_that_contradict_each_other_come_after_the_real_reason(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path, num_experts=8, num_experts_per_tok=[20])
+    words = r"neither the family 'newmoe'.* either: according to .* a token uses 20 experts"
+    with pytest.raises(UnsupportedModelError, match=words) as raised:
+        planned_model(folder, CONFIG)
+    assert str(raised.value).index("neither the family") < str(raised.value).index("a token uses 20 experts")
 
 
 def test_a_family_whose_experts_cannot_be_computed(tmp_path: Path) -> None:
@@ -165,6 +244,20 @@ def test_a_gguf_file_of_any_architecture_has_the_sizes_of_its_tensors(architectu
     in_full = LAYERS * (HIDDEN + EXPERTS * HIDDEN)
     assert spec.weights_bytes == quantised * Q8_0 + in_full * 2
     assert spec.anatomy.kv_bytes_per_token == LAYERS * 2 * 2 * 64 * 2
+
+
+@pytest.mark.parametrize(
+    ("heads", "cached"), [([2, 0, 1], 3), (["a", "b", "c"], 3 * 4), ([2, -5, 1], 3), ([1.5, 2.5, 1.0], 3 * 4)]
+)
+def test_heads_by_layer_are_whole_numbers(heads: list[Any], cached: int, tmp_path: Path) -> None:
+    """Other values are left out. Without any, as many heads are cached as the model has: 4 in each layer."""
+    path = new_gguf(tmp_path / "new.gguf", entries={"attention.head_count_kv": heads})
+    assert planned_model(path, CONFIG).spec.anatomy.kv_bytes_per_token == cached * 2 * 64 * 2
+
+
+def test_a_type_of_a_gguf_file_that_is_a_list(tmp_path: Path) -> None:
+    path = new_gguf(tmp_path / "new.gguf", more={"general.type": [1, 2]})
+    assert planned_model(path, CONFIG).spec.experts_bytes > 0
 
 
 def test_layers_for_multi_token_prediction_are_not_counted(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from smoe.config import EngineConfig
-from smoe.errors import UnsupportedModelError
+from smoe.errors import CheckpointError, UnsupportedModelError
 from smoe.memory.dtypes import Dtype
 from smoe.memory.gguf_header import is_gguf
 from smoe.models.described import Described
@@ -45,7 +45,7 @@ def planned_model(model: str | Path, config: EngineConfig, revision: str | None 
     """Return the sizes of a model for a plan. Rough sizes need neither torch nor transformers.
 
     Raise `NotMoEError` for a dense model, and `UnsupportedModelError` for a model that smoe cannot run and whose files
-    lack a size.
+    lack a size or have sizes that contradict each other.
     """
     place = described_place(model, revision)
     try:
@@ -55,8 +55,9 @@ def planned_model(model: str | Path, config: EngineConfig, revision: str | None 
             raise
         try:
             return _roughly(place, config, str(error).rstrip("."))
-        except LackingSizesError as lacking:
-            raise UnsupportedModelError(f"{error}. smoe cannot estimate its speed either: {lacking}") from error
+        except (LackingSizesError, CheckpointError) as lacking:
+            reason = str(error).rstrip(".")
+            raise UnsupportedModelError(f"{reason}. smoe cannot estimate its speed either: {lacking}") from error
 
 
 def _roughly(place: Path, config: EngineConfig, obstacle: str) -> PlannedModel:

@@ -6,8 +6,6 @@ not read.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -24,16 +22,19 @@ from smoe.models.file_bytes import FileBytes, expected_bytes
 from smoe.models.outline import Anatomy, ExpertsSite, Outline, Weight
 from smoe.models.packed import Contents, Packed, bytes_in_precision
 from smoe.models.plain_config import PlainConfig
+from smoe.models.released_schemes import stated_in
+from smoe.models.rough_precision import nearest_precision, stated_bits
 from smoe.models.safetensors_sizes import SafetensorsSizes
 from smoe.models.spec import ModelSpec
 from smoe.models.usual_fields import usual_config
 
-_BITS = re.compile(r'(?:bits?": |fp|int)(\d)(?!\d)', re.IGNORECASE)
-_PRECISIONS = {"8": "int8", "4": "int4", "3": "int3", "2": "int2"}
-"""{bits of a quantization that smoe does not read: the precision of smoe whose size is used in its place}."""
 _ROUGH = (
     "all sizes are estimates: smoe reads the fields of config.json by their usual meaning, and assumes usual attention "
     "and gated experts of three matrices"
+)
+_UNKNOWN_BITS = (
+    "the experts are quantized in a way that smoe does not read, and the settings do not say with how many bits: the "
+    "sizes are those of unquantized experts"
 )
 
 
@@ -61,7 +62,7 @@ class RoughFolder(SafetensorsSizes):
                 return super().quantised_bytes(spec)
         except (CheckpointError, UnsupportedModelError):
             pass  # quantized in a way that smoe does not read
-        precision = self._nearest_precision()
+        precision = nearest_precision(self._settings)
         return None if precision is None else bytes_in_precision(replace(spec, precision=precision))
 
     def quantised_dense(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:
@@ -78,7 +79,8 @@ class RoughFolder(SafetensorsSizes):
         return FileBytes(plain.together - plain.experts + own, own)
 
     def doubts(self, spec: ModelSpec) -> tuple[str, ...]:
-        return (_ROUGH, *self._read[1])
+        is_unknown = spec.stored_bytes is None and bool(self._settings) and stated_bits(self._settings) is None
+        return (_ROUGH, *([_UNKNOWN_BITS] if is_unknown else []), *self._read[1])
 
     def packed(self, contents: Contents) -> Packed | None:
         return None
@@ -90,11 +92,14 @@ class RoughFolder(SafetensorsSizes):
     def _read(self) -> tuple[PlainConfig, tuple[str, ...]]:
         return usual_config(*self.fields())
 
-    def _nearest_precision(self) -> str | None:
-        """Return the precision of smoe with as many bits as the quantization in config.json; None if the number of bits
-        is unknown."""
-        match = _BITS.search(json.dumps(read_object(self.config_place).get("quantization_config")))
-        return None if match is None else _PRECISIONS.get(match[1])
+    @cached_property
+    def _settings(self) -> Mapping[str, Any]:
+        """The quantization settings; empty if the files state none."""
+        try:
+            stated = self._stated
+        except CheckpointError:  # of the file of modelopt
+            stated = stated_in(read_object(self.config_place), self.config_place)
+        return {} if stated is None else stated.fields
 
 
 def rough_outline(c: PlainConfig, dtype: Dtype) -> Outline:

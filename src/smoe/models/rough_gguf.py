@@ -110,7 +110,7 @@ class RoughGguf(GgufSizes):
     def _entries(self) -> Entries:
         header = self._headers[0]
         name, kind = (header.metadata.get(f"general.{key}") for key in ("architecture", "type"))
-        if name in OTHER_KINDS or kind in OTHER_TYPES:
+        if str(name) in OTHER_KINDS or str(kind) in OTHER_TYPES:
             architecture_of(header)  # raises the error that the file is not a language model
         return entries_named(header, str(name), self._tensors)
 
@@ -155,7 +155,9 @@ class RoughGguf(GgufSizes):
         width = c.head_dim + (self._number("attention.value_length") or c.head_dim)
         heads = self._entries.values.get("attention.head_count_kv")
         if isinstance(heads, list):
-            return sum(int(count) for count in heads[: c.num_hidden_layers]) * int(width)
+            counts = [count for count in heads[: c.num_hidden_layers] if type(count) is int and count >= 0]
+            if counts:
+                return sum(counts) * int(width)
         return (self._number("attention.head_count_kv") or c.num_attention_heads) * int(width * c.num_hidden_layers)
 
     @cached_property

@@ -53,6 +53,7 @@ _PERIODS = (
 """The names of: the number of first layers without experts; the distance between layers with experts."""
 _USUAL_HEAD, _USUAL_VOCABULARY = 128, 131_072
 """The size of an attention head, and the number of tokens of the vocabulary, if no field has them."""
+_SEEMS_DENSE = "The model seems to have no experts, and smoe is for Mixture-of-Experts models"
 
 
 class LackingSizesError(Exception):
@@ -72,16 +73,17 @@ def usual_config(model_type: str, fields: Mapping[str, Any]) -> tuple[PlainConfi
     lacking = [repr(size) for size in _NEEDED if found[size] is None]
     if lacking:
         named = f"the field{'s' * (len(lacking) > 1)} {', '.join(lacking)}"
-        raise LackingSizesError(f"config.json lacks {named}, and similar ones")
+        dense = "" if any(map(_has_experts, places)) else f". {_SEEMS_DENSE}"
+        raise LackingSizesError(f"config.json lacks {named}, and similar ones{dense}")
     stated = {size: value for size, value in found.items() if value is not None}
     remarks = [f"config.json has no {size}: {value:,} is assumed" for size, value in _assumed(stated).items()]
     stated = _assumed(stated) | stated
     stated.setdefault("num_key_value_heads", stated["num_attention_heads"])
     stated.setdefault("shared_experts", int("shared_expert_intermediate_size" in stated))
-    dtype = next((each[key] for each in (text, fields) for key in ("dtype", "torch_dtype") if each.get(key)), None)
+    dtypes = [each[key] for each in (text, fields) for key in ("dtype", "torch_dtype") if each.get(key)]
     more = {
         "q_lora_rank": found["q_lora_rank"],
-        "dtype": dtype if dtype in BY_NAME else None,
+        "dtype": next((each for each in dtypes if isinstance(each, str) and each in BY_NAME), None),
         "tie_word_embeddings": text.get("tie_word_embeddings") is True,
         "expert_layers": _expert_layers(text, stated["num_hidden_layers"]),
     }
@@ -92,6 +94,11 @@ def _of_text(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the fields of the language model."""
     nested = (fields[name] for name in TEXT_CONFIGS if isinstance(fields.get(name), Mapping))
     return next(nested, fields)
+
+
+def _has_experts(fields: Mapping[str, Any]) -> bool:
+    """Return whether any field with a value is about experts, by its name."""
+    return any(value and ("expert" in name.lower() or "moe" in name.lower()) for name, value in fields.items())
 
 
 def _size(places: Sequence[Mapping[str, Any]], names: Sequence[str]) -> int | None:
