@@ -49,6 +49,12 @@ def test_a_short_time_is_not_judged() -> None:
     assert not machine.after(1.0, 0.0), "0.1 s of 1.1"
 
 
+def test_a_time_of_other_work_is_not_judged() -> None:
+    machine = Machine()
+    assert not machine.after(10.0, 5.0), "a model was loaded, by several threads"
+    assert machine.after(1.0, 0.5)
+
+
 @pytest.mark.parametrize("content", [None, b"", b"1 2", b"no numbers here"], ids=["no file", "empty", "two", "words"])
 def test_a_system_that_does_not_measure_it(content: bytes | None, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "schedstat"

@@ -8,6 +8,9 @@ from pathlib import Path
 
 _INTERVAL_SECONDS = 1.0
 """The least time over which the share is measured."""
+_MOST_SECONDS = 2.0
+"""The longest time over which the share is measured. In a longer time the thread did something else, such as loading a
+model, beside other threads of this program."""
 _SHARE_OF_TOKENS = 0.23
 """For single tokens, another program competes if the thread waits for a core for at least this share of the time.
 
@@ -50,7 +53,7 @@ class Competition:
         if elapsed >= _INTERVAL_SECONDS:
             waited = self._waited()
             for share in self._until:
-                if waited - self._waited_before >= share * elapsed:
+                if elapsed <= _MOST_SECONDS and waited - self._waited_before >= share * elapsed:
                     self._until[share] = now + _STAY_SECONDS
             self._since, self._waited_before = now, waited
         return now < self._until[_SHARE_OF_PROMPTS if is_prompt else _SHARE_OF_TOKENS]
