@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.peers.conditions import Ceilings, CpuUse
+from bench.peers.neighbour import Neighbour
 from bench.peers.rounds import Case, Round
 from bench.peers.worker import Measurement
 
@@ -62,9 +63,15 @@ def round_from(stored: Mapping[str, Any]) -> Round:
     return Round(
         **{
             **stored,
-            "case": Case(**stored["case"]),
+            "case": _case_from(stored["case"]),
             "measurement": None if measurement is None else Measurement(**measurement),
             "ceilings": Ceilings(**stored["ceilings"]),
             "cpu": CpuUse(**stored["cpu"]),
         }
     )
+
+
+def _case_from(stored: Mapping[str, Any]) -> Case:
+    """The case that `asdict` made `stored` of. Until 2026-11-30 a neighbour was `true` or `false`."""
+    old: dict[object, Neighbour] = {False: "no", True: "yes"}
+    return Case(**{**stored, "neighbour": old.get(stored["neighbour"], stored["neighbour"])})

@@ -27,7 +27,7 @@ while True:
 
 
 @contextmanager
-def busy_neighbour(kind: Neighbour, nice: int) -> Iterator[None]:
+def other_work(kind: Neighbour, nice: int) -> Iterator[None]:
     """Run a neighbour of this kind inside the context, with the engine's priority. The steady one runs on one core, the
     one that works in bursts wherever the system puts it. It is waited for at the end, so its time counts as ours."""
     if kind == "no":

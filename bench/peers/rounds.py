@@ -22,7 +22,7 @@ from bench.peers.conditions import (
 )
 from bench.peers.engines import ENGINES, REPOSITORY, Engine, Setup, worker_environment
 from bench.peers.isa import Isa
-from bench.peers.neighbour import Neighbour, busy_neighbour
+from bench.peers.neighbour import Neighbour, other_work
 from bench.peers.process import Finished, run_process
 from bench.peers.shape import Shape
 from bench.peers.worker import Measurement, Workload
@@ -148,7 +148,7 @@ def _run_once(arena: Arena, name: str, case: Case, pair: int, logits: Path | Non
     possible = ceilings(setup.checkpoint(), arena.shape.expert_bytes, workload.threads)
     group = MemoryCgroup(arena.parent, case.limit_bytes) if arena.parent else None
     try:
-        with CpuWatch() as watch, busy_neighbour(case.neighbour, arena.nice):
+        with CpuWatch() as watch, other_work(case.neighbour, arena.nice):
             finished = _run_processes(arena, engine, setup, workload, case, group)
         peak_bytes = group.peak_bytes() if group else None
     finally:

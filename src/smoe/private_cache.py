@@ -9,6 +9,7 @@ Other entries are ignored and replaced by the next write. Only for systems with 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -97,8 +98,11 @@ class PrivateCache(NamedTuple):
         self.path_of(key).unlink(missing_ok=True)
 
     def _drop_oldest(self) -> None:
+        files: list[tuple[int, int, str]] = []
         with os.scandir(self.folder) as entries:
-            files = [(found.st_mtime_ns, found.st_size, each.path) for each in entries if (found := each.stat())]
+            for each in entries:
+                with contextlib.suppress(FileNotFoundError):  # another thread has completed or deleted it
+                    files.append(((found := each.stat()).st_mtime_ns, found.st_size, each.path))
         room = self.most_bytes
         for _, size, path in sorted(files, reverse=True):
             room -= size

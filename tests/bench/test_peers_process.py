@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from bench.peers import rounds
 from bench.peers.engines import Engine, Setup, worker_environment
 from bench.peers.isa import VARIABLES
 from bench.peers.kept_rounds import KeptRounds
-from bench.peers.neighbour import busy_neighbour
+from bench.peers.neighbour import other_work
 from bench.peers.process import TIMED_OUT, Command, Finished, run_process
 from bench.peers.rounds import Case, Round
 from bench.peers.shape import ModelShape
@@ -72,14 +73,14 @@ def test_neighbour_has_ended_afterwards(monkeypatch: pytest.MonkeyPatch) -> None
         return started[-1]
 
     monkeypatch.setattr("bench.peers.neighbour.subprocess.Popen", popen)
-    with busy_neighbour("yes", 0):
+    with other_work("yes", 0):
         assert started[0].poll() is None
         assert len(os.sched_getaffinity(started[0].pid)) == 1
     assert started[0].poll() is not None
-    with busy_neighbour("bursts", 0):
+    with other_work("bursts", 0):
         assert started[1].poll() is None
     assert started[1].poll() is not None
-    with busy_neighbour("no", 0):
+    with other_work("no", 0):
         assert len(started) == 2
 
 
@@ -98,6 +99,16 @@ def test_rounds_are_found_again(tmp_path: Path) -> None:
     again = KeptRounds(file, {"model": "m", "prompts": (16, 128)})
     assert again.get("a", GOOD.case, 1) == GOOD and again.get("b", Case(), 0) == BAD
     assert again.get("a", Case(), 1) is None
+
+
+def test_rounds_from_before_bursts_are_found(tmp_path: Path) -> None:
+    """Until then a neighbour was `true` or `false`."""
+    for neighbour, kind in (("true", "yes"), ("false", "no")):
+        file = tmp_path / neighbour
+        good = replace(GOOD, case=replace(GOOD.case, neighbour=kind))
+        KeptRounds(file, {}).add(good)
+        file.write_text(file.read_text().replace(f'"neighbour": "{kind}"', f'"neighbour": {neighbour}'))
+        assert KeptRounds(file, {}).get("a", good.case, 1) == good
 
 
 def test_rounds_of_another_workload_are_refused(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def never(*_: object, **__: object) -> bytes:
 def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the cache nor an earlier test has object code."""
     monkeypatch.setenv(PLACE, str(tmp_path / "cache"))
-    monkeypatch.setattr(jit, "_ahead", {})
+    monkeypatch.setattr(jit, "_ahead", [])
     promised.needs(jit.is_available() and widest() is not None, promised.MACHINE_CODE)
 
 
@@ -47,19 +47,18 @@ def test_the_calling_process_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(compiler, "compiled", never)
     monkeypatch.setattr(compiler, "object_file", never)
     assert products("Q4_0").in_bytes and products("Q8_0").in_bytes
-    assert all(future.result() == object_cache.CODE.read(key) for key, future in jit._ahead.items())
+    assert all(begun.result(key) == object_cache.CODE.read(key) for key in keys() for begun in jit._ahead)
     monkeypatch.setattr(ahead, "begin", never)
     matrix.compile_ahead([FORMATS["Q4_0"]], INT8)
-    monkeypatch.setattr(jit, "_ahead", {})
+    monkeypatch.setattr(jit, "_ahead", [])
     matrix.compile_ahead([FORMATS["Q4_0"]], INT8)  # in the cache
 
 
 def test_code_compiled_ahead_is_that_of_this_process() -> None:
     matrix.compile_ahead([FORMATS["Q4_0"]], INT8)
-    for source in sources():
-        features = jit._flattened(jit._features())
-        key = object_cache.key_of(jit.llvmlite_version(), features, source.key)
-        assert ahead.result_of(jit._ahead[key]) == compiler.object_file(jit.llvm(), source.text(), features)
+    (begun,), features = jit._ahead, jit._flattened(jit._features())
+    for key, source in zip(keys(), sources(), strict=True):
+        assert begun.result(key) == compiler.object_file(jit.llvm(), source.text(), features)
 
 
 def sources() -> list[jit.Source]:
@@ -70,7 +69,15 @@ def sources() -> list[jit.Source]:
     return [matrix._source_of(form, isa, INT8), matrix._source_of(form, plain, BF16)]
 
 
-@pytest.mark.parametrize("way", ["no process", "it ends at once", "its source is refused", "it does not answer"])
+def keys() -> list[bytes]:
+    """The keys of `sources` in the cache."""
+    features = jit._flattened(jit._features())
+    return [object_cache.key_of(jit.llvmlite_version(), features, each.key) for each in sources()]
+
+
+@pytest.mark.parametrize(
+    "way", ["no process", "it ends at once", "its source is refused", "it does not answer", "it writes something else"]
+)
 def test_where_the_other_process_fails_this_one_compiles(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "no process":
         monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: (_ for _ in ()).throw(OSError("no more processes")))
@@ -79,11 +86,13 @@ def test_where_the_other_process_fails_this_one_compiles(way: str, monkeypatch: 
     elif way == "it does not answer":
         monkeypatch.setattr(ahead, "module_line", lambda module: ["sleep", "5"])
         monkeypatch.setattr(ahead, "_SECONDS", 0.01)
+    elif way == "it writes something else":
+        monkeypatch.setattr(ahead, "module_line", lambda module: ["echo", "a line of another program's text"])
     else:
         broke = jit.Source(str, ("this is no LLVM text",))
-        features = jit._flattened(jit._features())
-        wrong = {object_cache.key_of(jit.llvmlite_version(), features, each.key): broke for each in sources()}
-        jit._ahead.update(ahead.begin(wrong, features))
+        begun = ahead.begin(dict.fromkeys(keys(), broke), jit._flattened(jit._features()))
+        assert begun is not None
+        jit._ahead.append(begun)
     matrix.compile_ahead([FORMATS["Q4_0"]], INT8)
     monkeypatch.undo() if way == "no process" else None
     assert products("Q4_0").in_bytes
@@ -101,4 +110,5 @@ def test_loading_compiles_no_product_itself(
         function.cache_clear()
     open_model(place, "full")
     found = {source.make for source in compiled}
-    assert jit._ahead and not {quantised.byte_module_of, quantised.module_of} & found
+    assert jit._ahead, "the test tests something"
+    assert not {quantised.byte_module_of, quantised.module_of} & found

@@ -23,36 +23,43 @@ class Machine:
         return self.competition.is_there(is_prompt)
 
 
-@pytest.mark.parametrize(("is_prompt", "little", "much"), [(False, 0.2, 0.3), (True, 0.05, 0.1)])
-def test_it_is_there_while_the_thread_waits_and_for_two_seconds_afterwards(
-    is_prompt: bool, little: float, much: float
-) -> None:
+def test_for_prompts_it_is_there_while_the_thread_waits_and_for_two_seconds_afterwards() -> None:
     machine = Machine()
-    assert not machine.after(0.0, 0.0, is_prompt)
-    assert not machine.after(1.0, little, is_prompt), "bursts of other work are less than half a core"
-    assert machine.after(1.0, much, is_prompt)
+    assert not machine.after(0.0, 0.0, is_prompt=True)
+    assert not machine.after(0.25, 0.02, is_prompt=True), "short jobs of others"
+    assert machine.after(0.25, 0.06, is_prompt=True)
     for _ in range(3):
-        assert machine.after(0.5, 0.0, is_prompt), "it may have been avoided"
-    assert not machine.after(0.6, 0.0, is_prompt)
+        assert machine.after(0.5, 0.0, is_prompt=True), "it may have been avoided"
+    assert not machine.after(0.6, 0.0, is_prompt=True)
+
+
+def test_for_tokens_it_is_there_after_a_second_and_for_five_seconds_afterwards() -> None:
+    machine = Machine()
+    assert [machine.after(0.25, 0.08) for _ in range(5)] == [False] * 4 + [True]
+    assert machine.after(4.9, 0.0), "it may have been avoided"
+    assert not machine.after(0.2, 0.0)
 
 
 def test_bursts_count_for_prompts_alone() -> None:
     machine = Machine()
-    assert not machine.after(1.0, 0.15)
-    assert machine.after(0.0, 0.0, is_prompt=True)
-    assert not machine.after(0.0, 0.0)
+    for number in range(20):
+        assert not machine.after(0.25, 0.02 if number % 4 == 3 else 0.1)
+        assert machine.after(0.0, 0.0, is_prompt=True)
 
 
 def test_a_short_time_is_not_judged() -> None:
     machine = Machine()
-    assert not machine.after(0.1, 0.1)
-    assert not machine.after(1.0, 0.0), "0.1 s of 1.1"
+    assert not machine.after(0.1, 0.1, is_prompt=True)
+    assert not machine.after(0.8, 0.0, is_prompt=True), "0.1 s of 0.9"
 
 
-def test_a_time_of_other_work_is_not_judged() -> None:
+@pytest.mark.parametrize("is_prompt", [False, True])
+def test_a_time_of_other_work_is_not_judged(is_prompt: bool) -> None:
+    """Neither while a model is loaded by several threads, nor between two requests, after which it is judged again."""
     machine = Machine()
-    assert not machine.after(10.0, 5.0), "a model was loaded, by several threads"
-    assert machine.after(1.0, 0.5)
+    assert not any(machine.after(10.0, 5.0, is_prompt) for _ in range(9))
+    assert not machine.after(60.0, 0.0, is_prompt)
+    assert [machine.after(0.25, 0.1, is_prompt) for _ in range(5)][-1]
 
 
 @pytest.mark.parametrize("content", [None, b"", b"1 2", b"no numbers here"], ids=["no file", "empty", "two", "words"])

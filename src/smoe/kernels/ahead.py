@@ -15,7 +15,8 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from typing import IO, TYPE_CHECKING
 
@@ -27,12 +28,54 @@ if TYPE_CHECKING:
 
 _LENGTH_BYTES = 8
 _SECONDS = 60.0
+"""The time after which results are no longer waited for, all together, from the beginning on."""
+_ELF = b"\x7fELF"
+"""The first bytes of an object file on Linux."""
 
 
-def begin(sources: Mapping[bytes, Source], features: str) -> dict[bytes, Future[bytes | None]]:
-    """Begin to compile sources, given by their keys in the cache. Return a future for each of them: the object file,
-    which is then in the cache too, or None if it was not compiled."""
-    results: dict[bytes, Future[bytes | None]] = {key: Future() for key in sources}
+class Compiling:
+    """The compilation of some sources by another process."""
+
+    def __init__(self, process: subprocess.Popen[bytes], keys: Iterable[bytes]) -> None:
+        self._process = process
+        self._results: dict[bytes, Future[bytes | None]] = {key: Future() for key in keys}
+        self._end = time.monotonic() + _SECONDS
+
+    def __contains__(self, key: bytes) -> bool:
+        """Return whether a source with this key in the cache was among the sources."""
+        return key in self._results
+
+    def result(self, key: bytes) -> bytes | None:
+        """Wait for an object file, which is then in the cache too. Return None if it was not compiled in time."""
+        with contextlib.suppress(TimeoutError):
+            return self._results[key].result(max(0.0, self._end - time.monotonic()))
+        self._process.kill()
+        return None
+
+    def receive(self, request: bytes) -> None:
+        """Send the request, and store every object file in the cache as it arrives."""
+        process, waiting = self._process, iter(self._results.items())
+        assert process.stdin is not None and process.stdout is not None, "both are pipes"
+        try:
+            with contextlib.suppress(OSError), process.stdin:
+                process.stdin.write(request)
+            for key, result in waiting:
+                code = _received(process.stdout)
+                if code is None:
+                    result.set_result(None)
+                    break
+                object_cache.CODE.write(key, code)
+                result.set_result(code)
+        finally:
+            for _, result in waiting:
+                result.set_result(None)
+            process.kill()
+            process.stdout.close()
+            process.wait()
+
+
+def begin(sources: Mapping[bytes, Source], features: str) -> Compiling | None:
+    """Begin to compile sources, given by their keys in the cache. Return None if there can be no other process."""
     request = pickle.dumps((features, list(sources.values())))
     try:
         process = subprocess.Popen(
@@ -44,40 +87,19 @@ def begin(sources: Mapping[bytes, Source], features: str) -> dict[bytes, Future[
             env=child_environment(),
         )
     except OSError:
-        return {}
-    threading.Thread(target=_receive, args=(process, request, results), name="smoe-compiling", daemon=True).start()
-    return results
-
-
-def result_of(future: Future[bytes | None]) -> bytes | None:
-    """Wait for an object file. Return None if it was not compiled within a minute."""
-    with contextlib.suppress(TimeoutError):
-        return future.result(_SECONDS)
-    return None
-
-
-def _receive(process: subprocess.Popen[bytes], request: bytes, results: Mapping[bytes, Future[bytes | None]]) -> None:
-    """Send the request, and store every object file in the cache as it arrives."""
-    assert process.stdin is not None and process.stdout is not None, "both are pipes"
-    with contextlib.suppress(OSError), process.stdin as requests:
-        requests.write(request)
-    for key, result in results.items():
-        code = _received(process.stdout)
-        if code is not None:
-            object_cache.CODE.write(key, code)
-        result.set_result(code)
-    process.stdout.close()
-    process.wait()
+        return None
+    compiling = Compiling(process, sources)
+    threading.Thread(target=compiling.receive, args=(request,), name="smoe-compiling", daemon=True).start()
+    return compiling
 
 
 def _received(stream: IO[bytes]) -> bytes | None:
-    """Return the next object file, or None if the other process has ended."""
-    length = stream.read(_LENGTH_BYTES)
-    if len(length) < _LENGTH_BYTES:
+    """Return the next object file. None if the other process has ended, or has written something else."""
+    count = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+    if not len(_ELF) < count <= object_cache.CODE.most_bytes:
         return None
-    count = int.from_bytes(length, "little")
     code = stream.read(count)
-    return code if len(code) == count else None
+    return code if len(code) == count and code.startswith(_ELF) else None
 
 
 def main() -> None:

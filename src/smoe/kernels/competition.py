@@ -6,21 +6,21 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-_INTERVAL_SECONDS = 1.0
+_WINDOW_SECONDS = 0.2
 """The least time over which the share is measured."""
-_MOST_SECONDS = 2.0
-"""The longest time over which the share is measured. In a longer time the thread did something else, such as loading a
-model, beside other threads of this program."""
-_SHARE_OF_TOKENS = 0.23
-"""For single tokens, another program competes if the thread waits for a core for at least this share of the time.
-
-On two cores, a program that keeps one of them busy causes a share of 0.26 to 0.35. One that works half of the time, in
-bursts of 5 to 100 ms, causes 0.09 to 0.19, and two threads are faster than one beside it."""
-_SHARE_OF_PROMPTS = 0.08
-"""The same for prompts, for which all threads are used anyway."""
-_STAY_SECONDS = 2.0
-"""The seconds for which a positive result remains valid. Meanwhile this program uses fewer threads, so its thread waits
-less although the other program still runs."""
+_LONGEST_SECONDS = 1.0
+"""The longest time over which it is measured. In a longer time between two calls the thread was idle, or did something
+else, such as loading a model beside other threads of this program."""
+_SHARE = 0.2
+"""The share of the time for which the thread waits for a core, from which on another program competes. On two cores, a
+program that keeps one of them busy causes a share of 0.26 to 0.35, and one that works half of the time, in bursts of 5
+to 100 ms, some 0.16 in the mean, in single windows more."""
+_WINDOWS = 5
+"""For single tokens, the number of successive windows with that share from which on another program competes. So bursts
+do not count: beside them two threads are faster than one. For prompts one window is enough."""
+_STAY_SECONDS = {False: 5.0, True: 2.0}
+"""The seconds for which a positive result remains valid, for single tokens and for prompts. Meanwhile this program uses
+fewer threads, so its thread waits less although the other program still runs."""
 _WAITS = Path("/proc/thread-self/schedstat")
 """Linux: three numbers for the calling thread, of which the second is the nanoseconds in which it was ready to run
 without a core."""
@@ -43,17 +43,20 @@ class Competition:
     ) -> None:
         self._waited, self._now = waited, now
         self._since, self._waited_before = now(), waited()
-        self._until = {_SHARE_OF_TOKENS: 0.0, _SHARE_OF_PROMPTS: 0.0}
+        self._in_a_row = 0
+        self._until = {False: 0.0, True: 0.0}
 
     def is_there(self, is_prompt: bool) -> bool:
         """Return whether other programs have competed for the thread's core in the last seconds. `is_prompt`: whether
-        the answer is for a prompt, for which fewer other programs count."""
+        the answer is for a prompt, for which shorter competition counts."""
         now = self._now()
         elapsed = now - self._since
-        if elapsed >= _INTERVAL_SECONDS:
+        if elapsed >= _WINDOW_SECONDS:
             waited = self._waited()
-            for share in self._until:
-                if elapsed <= _MOST_SECONDS and waited - self._waited_before >= share * elapsed:
-                    self._until[share] = now + _STAY_SECONDS
+            waits = elapsed <= _LONGEST_SECONDS and waited - self._waited_before >= _SHARE * elapsed
+            self._in_a_row = self._in_a_row + 1 if waits else 0
+            for of_prompt, competes in ((True, waits), (False, self._in_a_row >= _WINDOWS)):
+                if competes:
+                    self._until[of_prompt] = now + _STAY_SECONDS[of_prompt]
             self._since, self._waited_before = now, waited
-        return now < self._until[_SHARE_OF_PROMPTS if is_prompt else _SHARE_OF_TOKENS]
+        return now < self._until[is_prompt]

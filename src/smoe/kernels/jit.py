@@ -16,9 +16,9 @@ import ctypes
 import functools
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from smoe.cpu_isa import CPU_ISA, max_cpu_isa
@@ -30,8 +30,10 @@ _kept: list[Any] = []
 daemon threads may still run it while Python ends and empties its modules."""
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept))
 
-_ahead: dict[bytes, Future[bytes | None]] = {}
-"""The object files that another process compiles or has compiled, by their keys in the cache."""
+_ahead: list[ahead.Compiling] = []
+"""What other processes compile or have compiled."""
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_ahead.clear)  # a forked process lacks the threads that receive results
 
 
 class Source(NamedTuple):
@@ -166,17 +168,22 @@ def compile_ahead(sources: Iterable[Source]) -> None:
         return
     features = _flattened(_features())
     keys = {object_cache.key_of(llvmlite_version(), features, source.key): source for source in sources}
-    missing = {key: source for key, source in keys.items() if key not in _ahead and object_cache.CODE.read(key) is None}
-    if missing:
-        _ahead.update(ahead.begin(missing, features))
+    missing = {key: source for key, source in keys.items() if not _is_here_or_coming(key)}
+    if missing and (begun := ahead.begin(missing, features)) is not None:
+        _ahead.append(begun)
+
+
+def _is_here_or_coming(key: bytes) -> bool:
+    """Return whether the object file of a key is in the cache, or is being compiled by another process."""
+    return any(key in each for each in _ahead) or object_cache.CODE.read(key) is not None
 
 
 def _image(source: Source, features: str) -> machine_code.Image:
     """Return the linked code of a module: from the cache, or compiled and stored in the cache."""
     key = object_cache.key_of(llvmlite_version(), features, source.key)
     known = object_cache.CODE.read(key)
-    if known is None and key in _ahead:
-        known = ahead.result_of(_ahead[key])
+    if known is None:
+        known = next((each.result(key) for each in _ahead if key in each), None)
     if known is not None:
         return machine_code.linked(known)
     text = source.text()

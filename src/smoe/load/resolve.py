@@ -84,7 +84,7 @@ def _compile_ahead(
     spec: LibrarySpec, config: EngineConfig, stores: Sequence[ExpertStore], device: torch.device
 ) -> None:
     """Begin to compile the kernels of the model's formats, if the CPU will use them."""
-    if not is_native(spec, config, device):
+    if device.type != "cpu" or config.device == EMULATED or not is_native(spec, config, device):
         return
     forms = [FORMATS[tensor.dtype] for tensor in spec.dense.values() if tensor.dtype in FORMATS]
     for store in stores:
