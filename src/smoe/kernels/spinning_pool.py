@@ -1,4 +1,4 @@
-"""A thread pool for the short computations of a layer, whose threads spin instead of sleeping.
+"""A thread pool for the short computations of a layer, whose threads spin while they wait for a short time.
 
 Products of some hundred microseconds are too short for usual pools. Waking a thread takes 50 to 100 us on a virtual
 machine, and if work is divided equally, all threads wait for the one that began last. Here the calling thread writes
@@ -8,8 +8,10 @@ helper threads join when they are awake, and no thread waits longer than one uni
     caller    | publish | unit 0 | unit 1 | unit 3 | unit 5 | unit 7 | done
     helper    . . asleep . . . . | unit 2 | unit 4 | unit 6 |    spins, then sleeps
 
-Helpers look for new work for a while before they sleep, in machine code and without the interpreter lock. The bits do
-not depend on which thread computes a unit (`row_product.py`, `attention.py`).
+Helpers look for new work for a while before they sleep, in machine code and without the interpreter lock. A thread that
+waits longer than usual takes naps of some 0.1 ms (`tasks.py`). A thread whose core another program has taken can then
+run on the core that the nap leaves idle. The bits do not depend on which thread computes a unit (`row_product.py`,
+`attention.py`).
 """
 
 from __future__ import annotations
@@ -412,7 +414,7 @@ def _functions(has_bf16: bool, several: bool) -> list[Callable[..., None]]:
 
 @functools.cache
 def _address_of_nap() -> int:
-    """Return the address of the C function `usleep`, which sleeps for some microseconds. 0 on systems without it."""
+    """Return the address of the C function `usleep`, by which a thread takes a nap. 0 on systems without it."""
     try:
         return ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value or 0
     except (AttributeError, OSError, TypeError):

@@ -39,7 +39,7 @@ _STRIP = 32
 second-level cache."""
 _LOWER = (1 << 32) - 1
 _NAP_MICROSECONDS = 50
-"""The time for which a thread sleeps that has waited too long. With the system's own delays it is some 0.1 ms."""
+"""The duration of a nap. With the system's own delays it is some 0.1 ms."""
 _ARGUMENTS = FIELDS - 6
 """The index of a task's first argument among its fields."""
 
@@ -210,16 +210,16 @@ def _wait(code: Code, block: Value, at: Value, is_short: Callable[[Value], Value
 
 
 def _nap_if_late(code: Code, block: Value, since: Value, most: Value) -> None:
-    """Sleep for a moment if more than `most` ticks have passed since `since`, if the system has such a function."""
+    """Take a nap if more than `most` ticks have passed since `since`, and the system has a function for naps."""
     build, nap = code.build, code.load(POINTER, code.element(block, LONG, NAP), 8)
     is_late = build.icmp_signed(">", build.sub(_now(code), since), most)
     is_possible = build.icmp_unsigned("!=", build.ptrtoint(nap, LONG), code.number(0))
 
-    def sleep() -> Sequence[Value]:
+    def take_nap() -> Sequence[Value]:
         code.call_at(nap, [code.number(_NAP_MICROSECONDS)])
         return ()
 
-    code.either(build.and_(is_late, is_possible), (), sleep)
+    code.either(build.and_(is_late, is_possible), (), take_nap)
 
 
 def _add_work(module: ir.Module, isa: Isa) -> None:
