@@ -60,7 +60,7 @@ def test_an_error_names_the_argument_that_was_given(name: str, given: str) -> No
 
 
 def test_the_error_of_a_process_that_is_too_small_names_what_to_change() -> None:
-    with pytest.raises(BudgetError, match=r"give the process .*MiB or more, with `count=process` \(for a context of"):
+    with pytest.raises(BudgetError, match=r"give the process \S+iB or more, with `count=process` \(for a context of"):
         from_pretrained("demo", memory="100MiB", count="process")
 
 

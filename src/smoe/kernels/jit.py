@@ -3,7 +3,7 @@
 There are four ways, in this order:
 
     object code is in the user's cache      it is loaded into memory          `object_cache.py`, `machine_code.py`
-    it is being compiled ahead              as soon as another process has compiled it                    `ahead.py`
+    it is being compiled ahead              another process has begun, and will end soon     `compiling_ahead.py`
     LLVM is loaded in this process          it compiles here; the object code is stored in the cache and loaded
     else                                    another process compiles and then ends: LLVM would take 75 MiB of this one
 
@@ -23,14 +23,14 @@ from typing import Any, NamedTuple
 
 from smoe.cpu_isa import CPU_ISA, max_cpu_isa
 from smoe.garbage import collection_paused
-from smoe.kernels import ahead, compiler, machine_code, object_cache
+from smoe.kernels import compiler, compiling_ahead, machine_code, object_cache
 
 _kept: list[Any] = []
 """The owners of loaded machine code, which is never freed: callables may outlive other references to its owner, and
 daemon threads may still run it while Python ends and empties its modules."""
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept))
 
-_ahead: list[ahead.Compiling] = []
+_ahead: list[compiling_ahead.Compiling] = []
 """What other processes compile or have compiled."""
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_ahead.clear)  # a forked process lacks the threads that receive results
@@ -169,7 +169,7 @@ def compile_ahead(sources: Iterable[Source]) -> None:
     features = _flattened(_features())
     keys = {object_cache.key_of(llvmlite_version(), features, source.key): source for source in sources}
     missing = {key: source for key, source in keys.items() if not _is_here_or_coming(key)}
-    if missing and (begun := ahead.begin(missing, features)) is not None:
+    if missing and (begun := compiling_ahead.begin(missing, features)) is not None:
         _ahead.append(begun)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from smoe.bounds import BF16, INT8
 from smoe.formats.registry import FORMATS
-from smoe.kernels import ahead, compiler, jit, machine_code, matrix, object_cache, quantised
+from smoe.kernels import compiler, compiling_ahead, jit, machine_code, matrix, object_cache, quantised
 from smoe.kernels.isa import widest
 from smoe.user_cache import PLACE
 from tests import gguf_toy, promised
@@ -48,7 +48,7 @@ def test_the_calling_process_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(compiler, "object_file", never)
     assert products("Q4_0").in_bytes and products("Q8_0").in_bytes
     assert all(begun.result(key) == object_cache.CODE.read(key) for key in keys() for begun in jit._ahead)
-    monkeypatch.setattr(ahead, "begin", never)
+    monkeypatch.setattr(compiling_ahead, "begin", never)
     matrix.compile_ahead([FORMATS["Q4_0"]], INT8)
     monkeypatch.setattr(jit, "_ahead", [])
     matrix.compile_ahead([FORMATS["Q4_0"]], INT8)  # in the cache
@@ -82,15 +82,15 @@ def test_where_the_other_process_fails_this_one_compiles(way: str, monkeypatch: 
     if way == "no process":
         monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: (_ for _ in ()).throw(OSError("no more processes")))
     elif way == "it ends at once":
-        monkeypatch.setattr(ahead, "module_line", lambda module: ["false"])
+        monkeypatch.setattr(compiling_ahead, "module_line", lambda module: ["false"])
     elif way == "it does not answer":
-        monkeypatch.setattr(ahead, "module_line", lambda module: ["sleep", "5"])
-        monkeypatch.setattr(ahead, "_SECONDS", 0.01)
+        monkeypatch.setattr(compiling_ahead, "module_line", lambda module: ["sleep", "5"])
+        monkeypatch.setattr(compiling_ahead, "_SECONDS", 0.01)
     elif way == "it writes something else":
-        monkeypatch.setattr(ahead, "module_line", lambda module: ["echo", "a line of another program's text"])
+        monkeypatch.setattr(compiling_ahead, "module_line", lambda module: ["echo", "a line of another program's text"])
     else:
         broke = jit.Source(str, ("this is no LLVM text",))
-        begun = ahead.begin(dict.fromkeys(keys(), broke), jit._flattened(jit._features()))
+        begun = compiling_ahead.begin(dict.fromkeys(keys(), broke), jit._flattened(jit._features()))
         assert begun is not None
         jit._ahead.append(begun)
     matrix.compile_ahead([FORMATS["Q4_0"]], INT8)

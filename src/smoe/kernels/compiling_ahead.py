@@ -79,7 +79,7 @@ def begin(sources: Mapping[bytes, Source], features: str) -> Compiling | None:
     request = pickle.dumps((features, list(sources.values())))
     try:
         process = subprocess.Popen(
-            module_line("smoe.kernels.ahead"),
+            module_line("smoe.kernels.compiling_ahead"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # a source that fails is compiled again, with its error, when it is needed
