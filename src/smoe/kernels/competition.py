@@ -12,7 +12,7 @@ _LONGEST_SECONDS = 1.0
 """The longest time over which it is measured. In a longer time between two calls the thread was idle, or did something
 else, such as loading a model beside other threads of this program."""
 _SHARE = 0.2
-"""The share of the time for which the thread waits for a core, from which on another program competes. On two cores, a
+"""Another program competes if the thread waits for a core during at least this share of the time. On two cores, a
 program that keeps one of them busy causes a share of 0.26 to 0.35, and one that works half of the time, in bursts of 5
 to 100 ms, some 0.16 in the mean, in single windows more."""
 _WINDOWS = 5

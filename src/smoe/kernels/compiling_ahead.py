@@ -4,8 +4,8 @@
     the features, and all sources (pickled)   --->   generates and compiles one text after the other
     object files, each after its length       <---
 
-At the first start on a machine, the kernels of a quantized model take some four seconds to generate and compile, on one
-core. Loading a model does other work on one core in that time.
+At the first start on a machine, the products of two quantized formats take some four seconds to generate and compile,
+on one core. Loading a model does other work on one core in that time.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ The memory that the threads share, in words of 8 bytes:
     finished    the number of finished units
     spare       the number of pieces of memory to prefetch (upper half), and the first that no thread has taken (lower
                 half): the next weights, for helpers that have nothing else to do
-    nap         the address of the C function `usleep`, or 0. A thread that waits for another thread calls it from the
-                number of ticks `late` on, and a helper without work from the number `idle` on. If another program has
-                the core of the thread that is waited for, the system moves that thread to the core that the nap leaves
-                idle. Beside a thread that only spins, it would wait for its turn
-    late, idle  numbers of ticks
+    nap         the address of the C function `usleep`, or 0. A thread that has waited for another thread for `late`
+                ticks calls it, and so does a helper that has had no work for `idle` ticks. If another program has the
+                core of the thread that is waited for, the system moves that thread to the core that the nap leaves
+                idle. If the waiting thread only spun, the other one would have to wait for its turn
+    late, idle  numbers of ticks of the clock that all cores share
     progress    counters for the caller, such as the number of finished units of an expert
     tasks       in the order in which their units are taken
     ranges      memory to prefetch: (first piece, address) of each range, with `NEVER` after the last

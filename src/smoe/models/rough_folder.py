@@ -1,4 +1,4 @@
-"""The estimated description of a model in a folder that smoe cannot run, from the usual fields of its config.json.
+"""The estimated description of a folder's model that smoe cannot run, from the usual fields of its config.json.
 
 Attention, experts and shared experts are assumed to have the shapes that they have in most families. Weight files are
 not read.

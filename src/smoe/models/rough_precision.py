@@ -1,7 +1,7 @@
 """Estimates how many bits a quantized weight of the experts has, from quantization settings that smoe does not read.
 
-Quantization libraries give different names to the same setting. In this order, the first of these that is stated is
-used:
+Quantization libraries give different names to the same setting. The first of these settings that is present is used,
+with those about experts before others of the same line:
 
     load_in_4bit, load_in_8bit                        bitsandbytes
     config_groups: {group: {weights: {num_bits}}}     compressed-tensors
