@@ -255,6 +255,7 @@ def test_a_thread_that_waits_for_a_late_one_takes_naps(is_prompt: bool) -> None:
         return 0
 
     with SpinningPool(2, has_bf16=False) as pool:
+        wait_until_asleep(pool)  # a helper that is just falling asleep misses the job
         pool._block[tasks.NAP] = jit.address_of(nap)
         pool.adapt(has_readers=False, is_prompt=is_prompt)
         pool.share(jit.address_of(unit), [], 2, is_long=True)
