@@ -1,4 +1,4 @@
-"""Errors of products with activations in 8 bits, ours beside llama.cpp's, on the same blocks and the same activations.
+"""Errors of products with activations in 8 bits, ours and llama.cpp's, on the same blocks and the same activations.
 
     python -m bench.product_errors .../libggml-cpu.so [--formats Q4_K,Q6_K] [--out FILE.json]
 

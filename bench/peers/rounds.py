@@ -30,7 +30,7 @@ from smoe.units import format_bytes
 
 DIRECTORIES = re.compile(r"(/[\w.-]+)+/")  # cut from messages: results are published
 
-_BESIDE: dict[Neighbour, str] = {"no": "", "yes": ", one core busy", "bursts": ", bursts of other work"}
+_OTHER_WORK: dict[Neighbour, str] = {"no": "", "yes": ", one core busy", "bursts": ", bursts of other work"}
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Case:
     """Of the whole process, page cache included; None = unlimited."""
     isa: Isa = "native"
     neighbour: Neighbour = "no"
-    """Other work beside the engine."""
+    """The other work that runs while an engine is measured."""
 
     def __str__(self) -> str:
         limit = "no limit" if self.limit_bytes is None else f"limit {format_bytes(self.limit_bytes)}"
         isa = "" if self.isa == "native" else f", {self.isa} only"
-        return f"{limit}{isa}{_BESIDE[self.neighbour]}"
+        return f"{limit}{isa}{_OTHER_WORK[self.neighbour]}"
 
 
 @dataclass(frozen=True)

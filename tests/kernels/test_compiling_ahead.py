@@ -7,16 +7,21 @@ does, a source that is compiled although its code is in the cache, and a format 
 from __future__ import annotations
 
 import subprocess
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from smoe.bounds import BF16, INT8
 from smoe.formats.registry import FORMATS
 from smoe.kernels import compiler, compiling_ahead, jit, machine_code, matrix, object_cache, quantised
 from smoe.kernels.isa import widest
+from smoe.load import resolve
+from smoe.memory.dtypes import BF16 as BF16_WEIGHTS
+from smoe.presets import configure
 from smoe.user_cache import PLACE
 from tests import gguf_toy, promised
 
@@ -112,3 +117,13 @@ def test_loading_compiles_no_product_itself(
     found = {source.make for source in compiled}
     assert jit._ahead, "the test tests something"
     assert not {quantised.byte_module_of, quantised.module_of} & found
+
+
+@pytest.mark.parametrize(("device", "computes_on"), [("cuda", "cuda"), ("emulated", "cpu")])
+def test_nothing_is_compiled_for_another_device(device: str, computes_on: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a process that compiles kernels for a model that a GPU, or an emulated device, computes."""
+    monkeypatch.setattr(matrix, "compile_ahead", never)
+    spec: Any = types.SimpleNamespace(dense={}, dtype=BF16_WEIGHTS)
+    resolve._compile_ahead(spec, configure(device=device), [], torch.device(computes_on))
+    with pytest.raises(AssertionError):
+        resolve._compile_ahead(spec, configure(device="cpu"), [], torch.device("cpu"))

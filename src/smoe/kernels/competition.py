@@ -10,14 +10,14 @@ _WINDOW_SECONDS = 0.2
 """The least time over which the share is measured."""
 _LONGEST_SECONDS = 1.0
 """The longest time over which it is measured. In a longer time between two calls the thread was idle, or did something
-else, such as loading a model beside other threads of this program."""
+else, such as loading a model together with other threads of this program."""
 _SHARE = 0.2
 """Another program competes if the thread waits for a core during at least this share of the time. On two cores, a
 program that keeps one of them busy causes a share of 0.26 to 0.35, and one that works half of the time, in bursts of 5
 to 100 ms, some 0.16 in the mean, in single windows more."""
 _WINDOWS = 5
 """For single tokens, the number of successive windows with that share from which on another program competes. So bursts
-do not count: beside them two threads are faster than one. For prompts one window is enough."""
+do not count, because two threads are faster than one then. For prompts one window is enough."""
 _STAY_SECONDS = {False: 5.0, True: 2.0}
 """The seconds for which a positive result remains valid, for single tokens and for prompts. Meanwhile this program uses
 fewer threads, so its thread waits less although the other program still runs."""

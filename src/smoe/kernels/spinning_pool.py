@@ -51,7 +51,7 @@ _SPIN_CYCLES_ALONE = 25_000_000
 8 ms, longer than the time between two tokens."""
 _LATE_CYCLES = 150_000
 """How long a thread waits for another one before it takes naps, in clock cycles, in jobs of one token: some 50 us, the
-time of a unit. In jobs of prompts it takes none: naps made prompts of 16 tokens 15 % slower beside bursts of other
+time of a unit. In jobs of prompts it takes none: naps made prompts of 16 tokens 15 % slower during bursts of other
 work."""
 _IDLE_CYCLES = 1_500_000
 """How long a helper looks for work before it takes naps, in clock cycles: some 0.5 ms, longer than the Python code
