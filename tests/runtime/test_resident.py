@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.errors import GenerationCancelledError
+from smoe.kernels.token_router import TokenRouter
 from smoe.runtime import resident
 from smoe.runtime.observer import StepObserver
 from tests import gguf_toy, oracle, promised
@@ -162,6 +163,25 @@ def test_a_long_prompt_between_two_tokens_changes_nothing(model: PreTrainedModel
     wanted = steps(model, oracle.PROMPT)
     with torch.no_grad():
         model(oracle.PROMPT.repeat(1, 8))
+    passed.clear()
+    assert all(map(torch.equal, steps(model, oracle.PROMPT), wanted)) and passed
+
+
+def test_an_interrupt_while_tasks_are_made_again(
+    model: PreTrainedModel, passed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch tasks that count as made although no router writes addresses into them."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    wanted = steps(model, oracle.PROMPT)
+    with torch.no_grad():
+        model(oracle.PROMPT.repeat(1, 8))
+    with monkeypatch.context() as patched:
+        patched.setattr(TokenRouter, "complete", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            steps(model, oracle.PROMPT)
     passed.clear()
     assert all(map(torch.equal, steps(model, oracle.PROMPT), wanted)) and passed
 

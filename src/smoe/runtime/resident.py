@@ -93,10 +93,12 @@ class _ResidentLayer:
 
     def _prepare(self) -> None:
         chosen = self._matrices[: self._router.top_k]  # any experts: the router writes the addresses
-        self._prepared = PreparedToken(self._kernel, chosen, self._router.gains_at)
+        prepared = PreparedToken(self._kernel, chosen, self._router.gains_at)
         each = self._addresses.shape[1]
-        places = [(at, *divmod(n, each)) for at, n in self._prepared.places()]
-        self._router.complete(self._addresses, np.array(places, np.int64), self._prepared)
+        places = [(at, *divmod(n, each)) for at, n in prepared.places()]
+        self._router.complete(self._addresses, np.array(places, np.int64), prepared)
+        # The last step: if an interrupt comes before it, the tasks from before are not current, and all is done again.
+        self._prepared = prepared
 
     def __call__(self, after: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         """Return after + experts(normed) for the experts that the router has just chosen; all tensors are [1, 1, H]."""
