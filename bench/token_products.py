@@ -2,15 +2,17 @@
 
     python -m bench.token_products FILE.gguf --rival .../llama-cli --printing .../llama-cli [--isa avx2]
 
-All weights are in memory. *Ours*: the kernels run the tasks of several products as one job, so that threads go on to
-the next product without waiting. Here, in every other token, each job is divided into one part for each product, and
-the parts run one after the other, each timed; the tokens between them run the jobs undivided, as always. *The rival* is
-ik_llama.cpp with repacked weights (`-rtr`). `--printing` names a build with `IK_PRINT_TIMING` 1 in its `ggml.c`, which
-prints the time of its first thread in every operation; the rest of a pass is that thread's waiting for the other one,
-and the printing. The time of a whole token is that of `--rival`, a build that does not print. `--isa` limits ours; the
-rival's programs must be built for the same instructions. *Floor*: the bytes of the weights in the file over the rate at
-which all threads together read memory, measured in the same round. (Our router's weights are bf16 in memory, half of
-the file's.) Each round is a process of ours, then one of each of the rival's programs.
+All weights are in memory. *Ours*: the kernels give several products to the threads in one piece (a job). Here, in
+every other token, each job is divided into one part for each product, and the parts run one after the other, each
+timed, with its waiting for the last thread. In the pauses between timed parts the helper thread fetches the weights of
+the next layer's attention, which counts for no product. The tokens between them run undivided jobs. The time of a whole
+token is the median of these, without sampling. *The rival* is ik_llama.cpp with repacked weights (`-rtr`). `--printing`
+names a build with `IK_PRINT_TIMING` 1 in its `ggml.c`, which prints the time of its first thread in every operation,
+and that thread's waiting for the others. The time of a whole token is that of `--rival`, a build that does not print:
+the mean of a text after its prompt, with sampling. `--isa` limits ours; the rival's programs must be built for the same
+instructions. *Floor*: the bytes of the weights in the file over the rate at which all threads together read memory,
+measured in the same round. (Our router's weights are bf16 in memory, half of the file's.) Each round is a process of
+ours, then one of each of the rival's programs.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from typing import Any
 import torch
 from gguf import GGUFReader
 
+from bench.peers.binaries import DECODE_TIME
 from bench.peers.conditions import CpuWatch, machine, memory_read_rate, wait_until_quiet
 from bench.peers.isa import ISAS, VARIABLES
 from smoe.kernels import tasks
@@ -72,7 +75,6 @@ _OPERATIONS = (
 """ik_llama.cpp's operations by product."""
 _LINE = re.compile(r"([A-Z_]+|ggml_barrier)\((.*)\): (\d+) us$")
 """A line of the rival's. The rounding of rows (`quantize`) is left out, because it is a part of its product's time."""
-_WHOLE = re.compile(r"main: +eval time .*\( *([0-9.]+) ms per")
 _FIRST_OPERATION = "GET_ROWS(inp_embd)"
 _WORKER = "--worker"
 _KIND = 3
@@ -148,6 +150,8 @@ class DividedJobs:
         self._run = SpinningPool.run_packed
         self.is_on = False
         self.seconds: dict[str, float] = defaultdict(float)
+        self.outputs: dict[str, int] = defaultdict(int)
+        """The number of outputs of the products in divided jobs."""
         self.jobs = 0.0
 
     def stand_in(self) -> None:
@@ -176,8 +180,8 @@ class DividedJobs:
     def run_one(
         self, pool: SpinningPool, packed: bytes | int, nbytes: int, units: int, is_long: bool, counts: int = 0
     ) -> None:
-        """Run a job as the pool does, in parts while `is_on`. Jobs with arguments after their tasks, which only prompts
-        have, stay whole."""
+        """Run a job as the pool does, in parts while `is_on`. Jobs with arguments after their tasks stay whole; a token
+        has none."""
         if not self.is_on or nbytes % (8 * tasks.FIELDS):
             self._run(pool, packed, nbytes, units, is_long, counts)
             return
@@ -187,6 +191,7 @@ class DividedJobs:
         before = 0
         for group, part in self._parts(all_tasks):
             sizes = [-(-task[1] // task[2]) for task in part]
+            self.outputs[group] += sum(task[1] for task in part if task[1] > 1)
             firsts = itertools.accumulate(sizes, initial=0)
             moved = [_moved(task, first, before, pool.finished) for task, first in zip(part, firsts, strict=False)]
             words = [word for task in moved for word in task]
@@ -214,11 +219,9 @@ class DividedJobs:
         for _, outputs, _, kind, _, _, _, *arguments in reversed(all_tasks):
             if kind == tasks.FORMAT and not arguments[2] and groups:
                 groups.append(groups[-1])
-            elif outputs == self._vocabulary:
-                groups.append(HEAD)
             else:
                 of = arguments[0] if kind == tasks.CALL else arguments[2 if kind == tasks.FORMAT else 1]
-                groups.append(self._group_of.get(of, REST))
+                groups.append(self._group_of.get(of, HEAD if outputs == self._vocabulary else REST))
         return groups[::-1]
 
 
@@ -298,11 +301,17 @@ def ours(model: Path, threads: int) -> dict[str, Any]:
 def rivals(given: argparse.Namespace) -> dict[str, Any]:
     """Return ik_llama.cpp's milliseconds by product, and of whole tokens with all that its own clock counts."""
     decoded = passes_of(_output_of(given.printing, given))[-NEW_TOKENS // 2 :]
-    whole = next(float(found[1]) for line in _output_of(given.rival, given) if (found := _WHOLE.search(line)))
     return {
         "milliseconds": {group: median(each[group] for each in decoded) for group in GROUPS},
-        "token_milliseconds": whole,
+        "token_milliseconds": whole_token(_output_of(given.rival, given)),
     }
+
+
+def whole_token(lines: Iterable[str]) -> float:
+    """Return the milliseconds of a token after the prompt, the mean over a text, from the lines that the rival
+    prints."""
+    milliseconds, count, unit = next(found.groups() for line in lines if (found := DECODE_TIME.search(line)))
+    return float(milliseconds) / (int(count) - (unit == "tokens"))
 
 
 def passes_of(lines: Iterable[str]) -> list[dict[str, float]]:

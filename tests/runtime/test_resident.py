@@ -167,12 +167,17 @@ def test_a_long_prompt_between_two_tokens_changes_nothing(model: PreTrainedModel
     assert all(map(torch.equal, steps(model, oracle.PROMPT), wanted)) and passed
 
 
+@pytest.mark.parametrize("is_complete", [False, True])
 def test_an_interrupt_while_tasks_are_made_again(
-    model: PreTrainedModel, passed: list[int], monkeypatch: pytest.MonkeyPatch
+    is_complete: bool, model: PreTrainedModel, passed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Would catch tasks that count as made although no router writes addresses into them."""
+    """Before or after the router has the new tasks. Would catch tasks that count as made although no router writes
+    addresses into them, which ends the process."""
+    original = TokenRouter.complete
 
-    def interrupted(*_: object) -> None:
+    def interrupted(*given: Any) -> None:
+        if is_complete:
+            original(*given)
         raise KeyboardInterrupt
 
     wanted = steps(model, oracle.PROMPT)

@@ -92,20 +92,20 @@ class _ResidentLayer:
         self._prepare()
 
     def _prepare(self) -> None:
+        self._is_prepared = False  # if an interrupt comes before the end, all of this is done again
         chosen = self._matrices[: self._router.top_k]  # any experts: the router writes the addresses
         prepared = PreparedToken(self._kernel, chosen, self._router.gains_at)
         each = self._addresses.shape[1]
         places = [(at, *divmod(n, each)) for at, n in prepared.places()]
         self._router.complete(self._addresses, np.array(places, np.int64), prepared)
-        # The last step: if an interrupt comes before it, the tasks from before are not current, and all is done again.
-        self._prepared = prepared
+        self._prepared, self._is_prepared = prepared, True
 
     def __call__(self, after: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         """Return after + experts(normed) for the experts that the router has just chosen; all tensors are [1, 1, H]."""
         executor = self._executor
         counters, began = executor.counters, executor.now()
         out = torch.empty_like(after)
-        if not self._prepared.is_current:  # a longer prompt has moved the scratch memory
+        if not self._is_prepared or not self._prepared.is_current:  # a longer prompt has moved the scratch memory
             self._prepare()
             self._router.choose()
         self._prepared.run_completed(normed.data_ptr(), out.data_ptr())
