@@ -31,8 +31,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -141,8 +140,8 @@ def product_bytes(model: Path) -> dict[str, int]:
 
 
 class DividedJobs:
-    """Stands in for the functions of `SpinningPool` that run jobs, and adds up the time of jobs. While `is_on`, it runs
-    each job in parts, one for each product, and adds up the time of each product."""
+    """Stands in for `SpinningPool.run_packed`, which runs every job of a token, and adds up the time of jobs. While
+    `is_on`, it runs each job in parts, one for each product, and adds up the time of each product."""
 
     def __init__(self, model: Any) -> None:
         self._group_of = _addresses()
@@ -155,27 +154,15 @@ class DividedJobs:
         self.jobs = 0.0
 
     def stand_in(self) -> None:
-        """Replace the pool's functions."""
+        """Replace the pool's function."""
         divided = self
 
         def run_packed(pool: SpinningPool, *given: Any) -> None:
-            with divided.timing():
-                divided.run_one(pool, *given)
-
-        def run_all(pool: SpinningPool, jobs: Sequence[tasks.PoolJob], is_long: bool) -> None:
-            with divided.timing():
-                for job in jobs:
-                    divided.run_one(pool, job.fields, 8 * job.words, job.units, is_long, job.counts)
+            begin = time.perf_counter()
+            divided.run_one(pool, *given)
+            divided.jobs += time.perf_counter() - begin
 
         SpinningPool.run_packed = run_packed  # type: ignore[assignment, method-assign]
-        SpinningPool.run_all = run_all  # type: ignore[assignment, method-assign]
-
-    @contextmanager
-    def timing(self) -> Iterator[None]:
-        """Add the time of the `with` block to `jobs`."""
-        begin = time.perf_counter()
-        yield
-        self.jobs += time.perf_counter() - begin
 
     def run_one(
         self, pool: SpinningPool, packed: bytes | int, nbytes: int, units: int, is_long: bool, counts: int = 0
