@@ -41,6 +41,24 @@ def test_guesses_that_are_mostly_wrong_end_it_at_once(right: float) -> None:
     assert trial.switches_off == (2 if right < 0.5 else 0)
 
 
+@pytest.mark.parametrize(("wrong", "right", "stays"), [(9, 0, True), (10, 0, False), (15, 2, True), (16, 2, False)])
+def test_few_guesses_end_it_if_nearly_all_are_wrong(wrong: int, right: int, stays: bool) -> None:
+    """0.6^9 = 0.0101 and 0.6^10 = 0.0060; of 17 and 18, at most two: 0.0123 and 0.0082."""
+    trial = Trial()
+    trial.note(1.0, wrong + right, right)
+    assert trial.is_on is stays
+
+
+def test_guesses_that_were_right_as_often_as_not_do_not_end_it() -> None:
+    chance = random.Random(1)
+    for _ in range(200):
+        trial, right = Trial(), 0
+        for made in range(1, 48):
+            right += chance.random() < 0.6
+            trial.note(1.0 if trial.is_on else 2.0, made, right)
+        assert trial.switches_off == 0
+
+
 def test_a_prompts_guesses_are_passed_over() -> None:
     trial = Trial()
     trial.note(1.0, 10, 9)

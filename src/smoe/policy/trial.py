@@ -7,6 +7,7 @@ machine's other work. No formula covers all of these, so time is measured.
 
 from __future__ import annotations
 
+from math import comb
 from statistics import median
 
 TURN = 8
@@ -23,7 +24,11 @@ MARGIN = 0.02
 WORTH = 0.4
 """The least fraction of prefetched experts that must be used. A wrong prefetch costs as much as a right one saves: it
 may delay a load for which a layer waits, and wastes memory and processor time."""
-_LEAST_GUESSES = 48
+ENOUGH = 48
+"""The number of prefetches whose used fraction is compared with `WORTH` directly."""
+RISK = 0.01
+"""Fewer prefetches decide if so few of them were used that this had at most this probability if a fraction of `WORTH`
+were used on average."""
 
 
 class Trial:
@@ -31,7 +36,7 @@ class Trial:
     duration.
 
     The measured time decides. If most predictions are wrong, prefetching is turned off at once, until the next
-    comparison.
+    comparison. Ten wrong predictions without a right one are enough for this.
     """
 
     def __init__(self) -> None:
@@ -75,8 +80,8 @@ class Trial:
         """Return whether most prefetched experts since the last check were not used. Return false if there were too few
         prefetches to decide."""
         made, proved = guesses - self._guesses, right - self._right
-        if made < _LEAST_GUESSES:
-            return False
+        if made < ENOUGH:
+            return _chance_of_at_most(proved, made) < RISK
         self._guesses, self._right = guesses, right
         return proved < WORTH * made
 
@@ -116,6 +121,12 @@ class LookAheadTrial:
     def note_cost(self, seconds: float) -> None:
         """Record the seconds that a look-ahead took."""
         self._cost = _mixed(self._cost, seconds)
+
+
+def _chance_of_at_most(used: int, made: int) -> float:
+    """Return the probability that at most `used` of `made` prefetched experts are used, if each is used with
+    probability `WORTH`."""
+    return sum(comb(made, count) * WORTH**count * (1 - WORTH) ** (made - count) for count in range(used + 1))
 
 
 def _mixed(before: float | None, now: float) -> float:
