@@ -112,7 +112,7 @@ def bigmoe_command(
     shape: GgufShape,
     workload: Workload,
     texts: Mapping[int, str],
-    warmup: str,
+    warmup: str | None,
     limit_bytes: int | None,
 ) -> Command:
     """One session: warm-up, every prompt, and the tokens after the longest."""
@@ -121,7 +121,7 @@ def bigmoe_command(
     words += ["--ubatch", str(min(context, BIGMOE_GRAPH_TOKENS)), "--io-threads", "4", "--force-cache", "--session"]
     words += ["--cache-mb", str(bigmoe_cache_mib(shape, context, limit_bytes)), "--seed", str(workload.seed)]
     longest = max(workload.prompts)
-    asked = [(warmup, 1)]
+    asked = [] if warmup is None else [(warmup, 1)]
     asked += [(texts[length], workload.new_tokens if length == longest else 1) for length in sorted(workload.prompts)]
     lines = [
         {"cmd": "generate", "id": number, "prompt": text, "n_predict": count, "think": False, "clear_kv": True}
@@ -145,15 +145,17 @@ def read_bigmoe(finished: Sequence[Finished], workload: Workload) -> Measurement
     lengths = sorted(workload.prompts)
     done = _lines(process.output, "BMOE_DONE")
     ready = _lines(process.output, "BMOE_READY")
-    if len(done) != 1 + len(lengths) or not ready:
-        raise BinaryError(f"the session answered {len(done)} of {1 + len(lengths)} prompts")
-    warmup, *answers = done
+    warmups = 1 if workload.warm_up else 0
+    if len(done) != warmups + len(lengths) or not ready:
+        raise BinaryError(f"the session answered {len(done)} of {warmups + len(lengths)} prompts")
+    answers = done[warmups:]
     for length, answer in zip(lengths, answers, strict=True):
         _check_count(f"a prompt of {length}", length, answer["n_prompt"])
         found.ttft_seconds[str(length)] = answer["prefill_s"]
     tokens = _lines(process.output, "BMOE_PROGRESS")[-workload.new_tokens :]
     _check_count("decoding", workload.new_tokens, answers[-1]["tokens"])
-    found.load_seconds, found.warmup_seconds = ready[0]["load_s"], warmup["prefill_s"]
+    found.load_seconds = ready[0]["load_s"]
+    found.warmup_seconds = sum(warmup["prefill_s"] for warmup in done[:warmups])
     found.decode_seconds = [token["wall_ms"] / 1e3 for token in tokens]
     found.disk_bytes = {"decode": int(MIB * sum(token["read_mb"] for token in tokens))}
     found.memory_bytes = _memory_bytes(process)

@@ -61,6 +61,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=3, help="rounds of each engine, alternating")
     parser.add_argument("--prompt", type=parse_lengths, default=Workload.prompts, help="prompt lengths, like 16,128")
     parser.add_argument("--new", type=int, default=Workload.new_tokens, help="forced tokens to decode")
+    parser.add_argument(
+        "--warm-up",
+        type=int,
+        default=Workload.warm_up,
+        help="tokens of the warm-up prompt; 0: none",
+    )
     parser.add_argument("--stream", choices=STREAM_KINDS, default=Workload.stream)
     parser.add_argument("--seed", type=int, default=Workload.seed)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -222,6 +228,7 @@ def what_is_measured(arena: Arena) -> dict[str, object]:
             "seed": workload.seed,
             "prompts": workload.prompts,
             "new_tokens": workload.new_tokens,
+            "warm_up": workload.warm_up,
             "threads": workload.threads,
             "nice": arena.nice,
         },
@@ -253,6 +260,7 @@ def arena_from(options: argparse.Namespace) -> Arena:
         vocabulary=shape.vocabulary,
         prompts=options.prompt,
         new_tokens=options.new,
+        warm_up=options.warm_up,
         stream=options.stream,
         seed=options.seed,
         threads=options.threads,

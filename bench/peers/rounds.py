@@ -23,7 +23,7 @@ from bench.peers.conditions import (
 from bench.peers.engines import ENGINES, REPOSITORY, Engine, Setup, worker_environment
 from bench.peers.isa import Isa
 from bench.peers.neighbour import Neighbour, other_work
-from bench.peers.process import Finished, run_process
+from bench.peers.process import Command, Finished, run_process
 from bench.peers.shape import Shape
 from bench.peers.worker import Measurement, Workload
 from smoe.units import format_bytes
@@ -75,6 +75,12 @@ class Round:
         """Decoded tokens per second, second half: caches have settled."""
         seconds = self.measured.decode_seconds
         return _rate(seconds[len(seconds) // 2 :])
+
+    @property
+    def seconds_before_decoding(self) -> float:
+        """Seconds of the engine's processes, from their start to their end, except decoding: loading, all prompts, and
+        the little that comes after the last token."""
+        return self.cpu.seconds - sum(self.measured.decode_seconds)
 
     @property
     def disk_bytes_per_token(self) -> float | None:
@@ -145,11 +151,12 @@ def _run_once(arena: Arena, name: str, case: Case, pair: int, logits: Path | Non
         read_into_page_cache(engine.files(setup))
     else:
         drop_from_page_cache(engine.files(setup))
+    commands = engine.commands(setup, workload, case.limit_bytes)  # reads a vocabulary: not part of what is measured
     possible = ceilings(setup.checkpoint(), arena.shape.expert_bytes, workload.threads)
     group = MemoryCgroup(arena.parent, case.limit_bytes) if arena.parent else None
     try:
         with CpuWatch() as watch, other_work(case.neighbour, arena.nice):
-            finished = _run_processes(arena, engine, setup, workload, case, group)
+            finished = _run_processes(arena, engine, setup, commands, case, group)
         peak_bytes = group.peak_bytes() if group else None
     finally:
         if group:
@@ -159,14 +166,14 @@ def _run_once(arena: Arena, name: str, case: Case, pair: int, logits: Path | Non
 
 
 def _run_processes(
-    arena: Arena, engine: Engine, setup: Setup, workload: Workload, case: Case, group: MemoryCgroup | None
+    arena: Arena, engine: Engine, setup: Setup, commands: Sequence[Command], case: Case, group: MemoryCgroup | None
 ) -> list[Finished]:
     """The engine's processes, one after the other, until one fails. Below a limit each starts from the disk."""
-    environment = worker_environment(workload.threads, case.isa)
+    environment = worker_environment(arena.workload.threads, case.isa)
     finished: list[Finished] = []
     with TemporaryDirectory() as empty:
         folder = Path(empty) if engine.variable else REPOSITORY  # programs leave logs where they run
-        for command in engine.commands(setup, workload, case.limit_bytes):
+        for command in commands:
             if finished and case.limit_bytes is not None:
                 drop_from_page_cache(engine.files(setup))
             finished.append(run_process(command, group, folder, environment, arena.nice, arena.timeout_seconds))

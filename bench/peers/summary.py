@@ -59,6 +59,7 @@ def summarise(rounds: Sequence[Round], prompts: Sequence[int], shape: Shape) -> 
         "decode tok/s": lambda round_: round_.decode_rate,
         "2nd half": lambda round_: round_.late_decode_rate,
         **{f"TTFT {length} s": ttft(length) for length in prompts},
+        "before decoding s": lambda round_: round_.seconds_before_decoding,
         "disk MB/token": lambda round_: _scaled(round_.disk_bytes_per_token, 1e6),
         "of possible": lambda round_: round_.of_possible(shape),
         "peak GiB": lambda round_: _scaled(round_.peak_bytes, 2**30),
@@ -101,6 +102,7 @@ def _ratio_lines(by_engine: dict[str, list[Round]], prompts: Sequence[int]) -> l
     values: dict[str, Callable[[Round], float]] = {
         "decode rate": lambda round_: round_.decode_rate,
         "2nd half": lambda round_: round_.late_decode_rate,
+        "before decoding": lambda round_: round_.seconds_before_decoding,
     }
     values |= {f"TTFT {length}": ttft(length) for length in prompts}
     lines = []

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from bench.peers.streams import SPECIAL_TOKENS, forced_tokens
-from bench.peers.worker import WARMUP_TOKENS, Workload
+from bench.peers.worker import Workload
 
 WORD = re.compile(r"[Ġ▁][a-z]{3,}")
 """An entry that begins with a space and has lower-case letters only: tokenizers split a text before each of them."""
@@ -19,10 +19,12 @@ def prompt_texts(gguf: Path, workload: Workload) -> dict[int, str]:
     return {length: as_text(words[:length]) for length in sorted(workload.prompts)}
 
 
-def warmup_text(gguf: Path, workload: Workload) -> str:
-    """As many words as a warm-up has tokens, from another part of the stream."""
-    words = draw_words(vocabulary_words(gguf), workload, max(workload.prompts) + WARMUP_TOKENS)
-    return as_text(words[-WARMUP_TOKENS:])
+def warmup_text(gguf: Path, workload: Workload) -> str | None:
+    """As many words as the warm-up prompt has tokens, from another part of the stream; None without such a prompt."""
+    if not workload.warm_up:
+        return None
+    words = draw_words(vocabulary_words(gguf), workload, max(workload.prompts) + workload.warm_up)
+    return as_text(words[-workload.warm_up :])
 
 
 def as_text(words: list[str]) -> str:

@@ -3,7 +3,7 @@
 An engine is anything with `prefill` and `decode`; the order of work is written once, here:
 
     load | warm-up prompt (16 tokens, another part of the stream) | prompt 16 | prompt 128 | N forced tokens
-           timed apart                                              TTFT        TTFT         seconds each
+           timed apart; none with --warm-up 0                       TTFT        TTFT         seconds each
 
 Prompts start from an empty KV cache. A forward counts as finished when the logits of its last position are in host
 memory. Bytes read from disk come from the kernel's account of this process and cover its threads and page faults.
@@ -24,7 +24,6 @@ import numpy as np
 from bench.peers.streams import STREAM_KINDS, forced_tokens
 
 LOGITS_POSITIONS = 16  # positions compared between engines
-WARMUP_TOKENS = 16
 
 
 class Session(Protocol):
@@ -51,6 +50,8 @@ class Workload:
     vocabulary: int
     prompts: tuple[int, ...] = (16, 128)
     new_tokens: int = 32
+    warm_up: int = 16
+    """Tokens of the warm-up prompt; 0 = no such prompt."""
     stream: str = "zipf"
     seed: int = 1
     threads: int = 2
@@ -82,6 +83,7 @@ def workload_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--vocabulary", type=int, required=True)
     parser.add_argument("--prompts", type=parse_lengths, default=Workload.prompts, help="lengths, like 16,128")
     parser.add_argument("--new-tokens", type=int, default=Workload.new_tokens)
+    parser.add_argument("--warm-up", type=int, default=Workload.warm_up)
     parser.add_argument("--stream", choices=STREAM_KINDS, default=Workload.stream)
     parser.add_argument("--seed", type=int, default=Workload.seed)
     parser.add_argument("--threads", type=int, default=Workload.threads)
@@ -128,9 +130,10 @@ def measure(workload: Workload, session: Session, watch: Stopwatch) -> Measureme
     found = Measurement()
     found.load_seconds, found.disk_bytes["load"] = watch.cut()
     longest = max(workload.prompts)
-    count = longest + workload.new_tokens + WARMUP_TOKENS
+    count = longest + workload.new_tokens + workload.warm_up
     tokens = forced_tokens(workload.stream, count, workload.seed, workload.vocabulary)
-    session.prefill(tokens[-WARMUP_TOKENS:])
+    if workload.warm_up:
+        session.prefill(tokens[-workload.warm_up :])
     found.warmup_seconds, found.disk_bytes["warmup"] = watch.cut()
     for length in sorted(workload.prompts):
         session.prefill(tokens[:length])

@@ -12,9 +12,9 @@ import pytest
 from bench.peers import cgroup, conditions, rounds, summary, worker
 from bench.peers.compare import logits_difference
 from bench.peers.conditions import Ceilings, CpuUse
-from bench.peers.engines import ENGINES, Setup
-from bench.peers.process import Chunk, Finished
-from bench.peers.rounds import Case, Round
+from bench.peers.engines import ENGINES, Engine, Setup
+from bench.peers.process import Chunk, Command, Finished
+from bench.peers.rounds import Arena, Case, Round
 from bench.peers.shape import ModelShape, read_shape
 from bench.peers.streams import forced_tokens
 from bench.peers.worker import Measurement, Workload
@@ -89,7 +89,7 @@ def test_decode_continues_the_longest_prompt(tmp_path: Path) -> None:
     workload = Workload(tmp_path, vocabulary=50, prompts=(8, 4), new_tokens=5, logits=tmp_path / "logits.npy")
     session = ScriptedSession()
     found = worker.measure(workload, session, worker.Stopwatch())
-    stream = forced_tokens("zipf", 8 + 5 + worker.WARMUP_TOKENS, seed=1, vocabulary=50)
+    stream = forced_tokens("zipf", 8 + 5 + workload.warm_up, seed=1, vocabulary=50)
     warmup, short, long, checked = session.prompts
     assert (short, long, session.decoded) == (stream[:4], stream[:8], stream[8:13])
     assert warmup == stream[13:]
@@ -97,6 +97,13 @@ def test_decode_continues_the_longest_prompt(tmp_path: Path) -> None:
     assert found.resident_expert_bytes == 77
     assert len(found.decode_seconds) == 5 and set(found.ttft_seconds) == {"4", "8"}
     assert np.load(tmp_path / "logits.npy").shape == (16, 8)
+
+
+def test_there_may_be_no_warm_up_prompt(tmp_path: Path) -> None:
+    session = ScriptedSession()
+    workload = Workload(tmp_path, vocabulary=50, prompts=(4,), new_tokens=2, warm_up=0)
+    worker.measure(workload, session, worker.Stopwatch())
+    assert session.prompts == [forced_tokens("zipf", 6, seed=1, vocabulary=50)[:4]]
 
 
 def test_workload_survives_the_command_line() -> None:
@@ -123,6 +130,39 @@ def test_every_engine_gets_the_same_workload(tmp_path: Path, monkeypatch: pytest
     assert command.words[-4:-2] == ["--set", "context_tokens=224"]  # as much room as any other engine has
 
 
+def test_commands_are_made_before_processes_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making them takes seconds: smoe's starts a process of its own, and the others read a vocabulary."""
+    steps: list[str] = []
+
+    class Watch:
+        use = QUIET
+
+        def __enter__(self) -> Watch:
+            steps.append("measured from here on")
+            return self
+
+        def __exit__(self, *failure: object) -> None:
+            pass
+
+    def commands(setup: Setup, workload: Workload, limit_bytes: int | None) -> list[Command]:
+        steps.append("commands")
+        return [Command(["engine"])]
+
+    def run(command: Command, *others: object) -> Finished:
+        steps.append(command.words[0])
+        return Finished(1, (Chunk("", 0),), "stopped")
+
+    engine = Engine(commands, lambda setup: [])
+    for name, value in {"CpuWatch": Watch, "run_process": run, "ENGINES": {"engine": engine}}.items():
+        monkeypatch.setattr(rounds, name, value)
+    for name in ("read_into_page_cache", "ceilings"):
+        monkeypatch.setattr(rounds, name, lambda *given: SOME_CEILINGS)
+    setup = Setup(tmp_path / "m", tmp_path / "m.gguf", "python", tmp_path)
+    arena = Arena(setup, Workload(tmp_path, 50), TINY, None, 1, 0)
+    rounds.run_round(arena, "engine", Case(), 0)
+    assert steps == ["commands", "measured from here on", "engine"]
+
+
 # --- statistics -------------------------------------------------------------------------------------------------------
 
 QUIET = CpuUse(seconds=1.0, ours=1.0, others=0.01, steal=0.0)
@@ -145,6 +185,10 @@ def test_pairs_cancel_a_machine_that_changes_speed() -> None:
     theirs = [make_round("b", pair, rate) for pair, rate in enumerate((10.0, 1.0, 4.0))]
     ratios = summary.paired_ratios(ours, theirs, lambda round_: round_.decode_rate)
     assert ratios == pytest.approx([2.0, 2.0, 2.0])
+
+
+def test_seconds_before_decoding_are_those_of_the_processes_less_decoding() -> None:
+    assert make_round("a", 0, 8.0).seconds_before_decoding == pytest.approx(QUIET.seconds - 4 / 8.0)
 
 
 def test_failed_rounds_leave_their_pair_out() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -194,6 +195,13 @@ def test_session_is_read() -> None:
     assert found.disk_bytes == {"decode": int(7.5 * MIB)}
     assert found.resident_expert_bytes == 900 * MIB
     assert found.memory_bytes == {"VmHWM": 9}
+
+
+def test_session_without_a_warm_up_prompt_is_read() -> None:
+    process = session(answer(0, 16, 1), answer(1, 128, 3))
+    found = binaries.read_bigmoe([process], replace(WORK, warm_up=0))
+    assert found.ttft_seconds == {"16": 0.16, "128": 1.28}
+    assert found.warmup_seconds == 0
 
 
 def test_session_that_ended_early_is_refused() -> None:

@@ -172,6 +172,7 @@ def test_program_leaves_its_logs_in_no_folder_of_ours(monkeypatch: pytest.Monkey
     setup = Setup(tmp_path, tmp_path, "python", tmp_path)
     workload = Workload(tmp_path, 10)
     arena = rounds.Arena(setup, workload, ModelShape(), None, 60, 0)
-    (finished,) = rounds._run_processes(arena, engine, setup, workload, Case(), None)
+    commands = engine.commands(setup, workload, None)
+    (finished,) = rounds._run_processes(arena, engine, setup, commands, Case(), None)
     assert finished.status == 0 and not Path(finished.output.strip()).exists()
     assert not (rounds.REPOSITORY / "main.log").exists()
