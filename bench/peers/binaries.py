@@ -61,10 +61,12 @@ DECODE_TIME = re.compile(r"(?<!prompt )eval time\s*=\s*([\d.]+) ms\s*/\s*(\d+) (
 def cli_commands(
     program: str, gguf: Path, workload: Workload, texts: Mapping[int, str], more: Sequence[str]
 ) -> list[Command]:
-    """One process for each prompt length, shortest first. The first of the tokens is the prompt's own."""
+    """One process for each prompt length, shortest first. The first of the tokens is the prompt's own. The program's
+    own warm-up runs only if the workload has a warm-up prompt."""
     longest = max(workload.prompts)
     words = [program, "-m", str(gguf), "-t", str(workload.threads), "-c", str(context_tokens(workload))]
     words += ["--seed", str(workload.seed), "--ignore-eos", "--no-display-prompt", *_words(SAMPLING), *more]
+    words += [] if workload.warm_up else ["--no-warmup"]
     words += ["--override-kv", "tokenizer.ggml.add_bos_token=bool:false"]  # the prompt has its number of tokens
     counts = {length: workload.new_tokens + 1 if length == longest else 1 for length in sorted(workload.prompts)}
     return [_with_prompt([*words, "-n", str(count)], texts[length]) for length, count in counts.items()]
@@ -115,7 +117,7 @@ def bigmoe_command(
     warmup: str | None,
     limit_bytes: int | None,
 ) -> Command:
-    """One session: warm-up, every prompt, and the tokens after the longest."""
+    """One session: the warm-up prompt, if there is one, every prompt, and the tokens after the longest."""
     context = context_tokens(workload)
     words = [program, "-m", str(gguf), "-t", str(workload.threads), "-c", str(context), "--moe-stream", "--overlap"]
     words += ["--ubatch", str(min(context, BIGMOE_GRAPH_TOKENS)), "--io-threads", "4", "--force-cache", "--session"]

@@ -78,8 +78,8 @@ class Round:
 
     @property
     def seconds_before_decoding(self) -> float:
-        """Seconds of the engine's processes, from their start to their end, except decoding: loading, all prompts, and
-        the little that comes after the last token."""
+        """Seconds from the start of the engine's processes to their end, except decoding: libraries, loading, all
+        prompts, and what follows the last token. Of several processes, the time between them counts too."""
         return self.cpu.seconds - sum(self.measured.decode_seconds)
 
     @property
@@ -147,11 +147,11 @@ def run_round(arena: Arena, name: str, case: Case, pair: int, logits: Path | Non
 def _run_once(arena: Arena, name: str, case: Case, pair: int, logits: Path | None) -> Round:
     engine, setup = ENGINES[name], replace(arena.setup, isa=case.isa)
     workload = replace(arena.workload, logits=logits)
+    commands = engine.commands(setup, workload, case.limit_bytes)  # reads the file: before it is dropped, and not timed
     if case.limit_bytes is None:
         read_into_page_cache(engine.files(setup))
     else:
         drop_from_page_cache(engine.files(setup))
-    commands = engine.commands(setup, workload, case.limit_bytes)  # reads a vocabulary: not part of what is measured
     possible = ceilings(setup.checkpoint(), arena.shape.expert_bytes, workload.threads)
     group = MemoryCgroup(arena.parent, case.limit_bytes) if arena.parent else None
     try:

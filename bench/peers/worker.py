@@ -2,7 +2,7 @@
 
 An engine is anything with `prefill` and `decode`; the order of work is written once, here:
 
-    load | warm-up prompt (16 tokens, another part of the stream) | prompt 16 | prompt 128 | N forced tokens
+    load | warm-up prompt (usually 16, another part of the stream) | prompt 16 | prompt 128 | N forced tokens
            timed apart; none with --warm-up 0                       TTFT        TTFT         seconds each
 
 Prompts start from an empty KV cache. A forward counts as finished when the logits of its last position are in host
@@ -83,7 +83,7 @@ def workload_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--vocabulary", type=int, required=True)
     parser.add_argument("--prompts", type=parse_lengths, default=Workload.prompts, help="lengths, like 16,128")
     parser.add_argument("--new-tokens", type=int, default=Workload.new_tokens)
-    parser.add_argument("--warm-up", type=int, default=Workload.warm_up)
+    parser.add_argument("--warm-up", type=token_count, default=Workload.warm_up)
     parser.add_argument("--stream", choices=STREAM_KINDS, default=Workload.stream)
     parser.add_argument("--seed", type=int, default=Workload.seed)
     parser.add_argument("--threads", type=int, default=Workload.threads)
@@ -104,6 +104,14 @@ def workload_arguments(workload: Workload) -> list[str]:
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
             arguments += ["--" + name.replace("_", "-"), text]
     return arguments
+
+
+def token_count(text: str) -> int:
+    """A whole number of at least 0."""
+    count = int(text)
+    if count < 0:
+        raise argparse.ArgumentTypeError(f"{text}: a number of tokens is at least 0")
+    return count
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:

@@ -49,13 +49,25 @@ def test_few_guesses_end_it_if_nearly_all_are_wrong(wrong: int, right: int, stay
     assert trial.is_on is stays
 
 
-def test_guesses_that_were_right_as_often_as_not_do_not_end_it() -> None:
+def test_what_ended_one_trial_does_not_end_the_next() -> None:
+    trial = Trial()
+    trial.note(1.0, 12, 0)
+    for _ in range(STAY):
+        assert not trial.is_on
+        trial.note(1.0, 12, 0)
+    assert trial.is_on
+    trial.note(1.0, 14, 1)
+    assert trial.is_on, "two prefetches, one of them used, say little"
+
+
+def test_predictions_that_are_mostly_right_do_not_end_it() -> None:
     chance = random.Random(1)
     for _ in range(200):
-        trial, right = Trial(), 0
-        for made in range(1, 48):
-            right += chance.random() < 0.6
-            trial.note(1.0 if trial.is_on else 2.0, made, right)
+        trial, made, right = Trial(), 0, 0
+        for _ in range(TURN):
+            made += 5
+            right += sum(chance.random() < 0.6 for _ in range(5))
+            trial.note(1.0, made, right)
         assert trial.switches_off == 0
 
 
