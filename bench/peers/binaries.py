@@ -48,7 +48,7 @@ def binary(variable: str, isa: Isa) -> str:
 
 def context_tokens(workload: Workload) -> int:
     """Positions that every engine has room for."""
-    return max(workload.prompts) + workload.new_tokens + CONTEXT_SLACK
+    return max(*workload.prompts, workload.warm_up) + workload.new_tokens + CONTEXT_SLACK
 
 
 # --- llama-cli and llama-completion: a process for each prompt, the tokens after the longest --------------------------

@@ -34,7 +34,7 @@ from bench.peers.rounds import Arena, Case, Round, run_round
 from bench.peers.shape import ModelShape, Shape, read_gguf_shape, read_shape
 from bench.peers.streams import STREAM_KINDS
 from bench.peers.summary import summarise, table
-from bench.peers.worker import Workload, parse_lengths
+from bench.peers.worker import Workload, parse_lengths, token_count
 from smoe.units import parse_bytes
 
 REFERENCE_ENGINE = "transformers-eager"  # what logits are compared with
@@ -63,7 +63,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--new", type=int, default=Workload.new_tokens, help="forced tokens to decode")
     parser.add_argument(
         "--warm-up",
-        type=int,
+        type=token_count,
         default=Workload.warm_up,
         help="tokens of the warm-up prompt; 0: none",
     )

@@ -106,6 +106,12 @@ def test_there_may_be_no_warm_up_prompt(tmp_path: Path) -> None:
     assert session.prompts == [forced_tokens("zipf", 6, seed=1, vocabulary=50)[:4]]
 
 
+def test_a_warm_up_of_fewer_than_no_tokens_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        worker.workload_parser("").parse_args(["--model", "m", "--vocabulary", "9", "--warm-up", "-1"])
+    assert "at least 0" in capsys.readouterr().err
+
+
 def test_workload_survives_the_command_line() -> None:
     workload = Workload(Path("m"), 4096, prompts=(3, 5), new_tokens=7, stream="uniform", seed=9, threads=1)
     options = worker.workload_parser("").parse_args(worker.workload_arguments(workload))
@@ -131,7 +137,7 @@ def test_every_engine_gets_the_same_workload(tmp_path: Path, monkeypatch: pytest
 
 
 def test_commands_are_made_before_processes_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Making them takes seconds: smoe's starts a process of its own, and the others read a vocabulary."""
+    """Making them takes seconds, and brings parts of the file into the page cache: they read a vocabulary."""
     steps: list[str] = []
 
     class Watch:
@@ -155,12 +161,12 @@ def test_commands_are_made_before_processes_are_measured(tmp_path: Path, monkeyp
     engine = Engine(commands, lambda setup: [])
     for name, value in {"CpuWatch": Watch, "run_process": run, "ENGINES": {"engine": engine}}.items():
         monkeypatch.setattr(rounds, name, value)
-    for name in ("read_into_page_cache", "ceilings"):
-        monkeypatch.setattr(rounds, name, lambda *given: SOME_CEILINGS)
+    monkeypatch.setattr(rounds, "read_into_page_cache", lambda files: steps.append("page cache"))
+    monkeypatch.setattr(rounds, "ceilings", lambda *given: SOME_CEILINGS)
     setup = Setup(tmp_path / "m", tmp_path / "m.gguf", "python", tmp_path)
     arena = Arena(setup, Workload(tmp_path, 50), TINY, None, 1, 0)
     rounds.run_round(arena, "engine", Case(), 0)
-    assert steps == ["commands", "measured from here on", "engine"]
+    assert steps == ["commands", "page cache", "measured from here on", "engine"]
 
 
 # --- statistics -------------------------------------------------------------------------------------------------------

@@ -96,6 +96,12 @@ def test_bigmoe_has_the_room_that_nothing_else_takes() -> None:
     assert binaries.bigmoe_cache_mib(SHAPE, 224, 512 * MIB) > 0
 
 
+def test_programs_warm_up_only_if_there_is_a_warm_up_prompt() -> None:
+    for tokens, has_own in ((16, True), (0, False)):
+        commands = binaries.cli_commands("llama-cli", GGUF, replace(WORK, warm_up=tokens), TEXTS, [])
+        assert all(("--no-warmup" not in command.words) == has_own for command in commands)
+
+
 def test_engines_read_experts_ahead_below_memory_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program = tmp_path / "program"
     program.touch(0o755)
